@@ -17,43 +17,10 @@ from omegaconf import OmegaConf
 from hftune.checkpoints.atomic_files import write_text
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, newest, open_checkpoint, steps, tidy
 from hftune.config.recipe import Recipe, flat
-from hftune.config.sections import OPTIMIZER_KEYS
+from hftune.config.reference import all_keys, resume_rule
 from hftune.distributed.process_info import launcher
 from hftune.distributed.rounds import present_job, present_round
 from hftune.errors import ConfigError, did_you_mean, format_value
-
-FIXED = (
-    "task.",
-    "seed",
-    "train.batch_size",
-    "train.optimizer",
-    "train.freeze",
-    "train.groups",
-    "train.layer_decay",
-    "adapter.",
-)
-"""Keys (or prefixes) that cannot change on resume: they decide which samples form a step, or what is learned from them."""
-FREE = ("recipe", "output_dir", "resume")
-"""Keys that do not describe the training itself; changes to them are not reported."""
-NOT_FIXED = ("adapter.export", "task.weights")
-"""Keys that may change although FIXED has their section. Weights to start from may be gone: checkpoints go on from there."""
-HARMLESS = (
-    *("train.log_every", "train.num_workers", "train.dead_after_s", "train.stall_after_s", "train.cudnn_benchmark"),
-    "train.profile",
-    "task.weights",
-    *(
-        "train.micro_batch_size",
-        "train.micro_batch_tokens",
-        "train.gradient_checkpointing",
-        "train.compile",
-        "train.fsdp_gather",
-        "parallel.",
-    ),
-    *("eval.batch_size", "eval.batch_tokens", "eval.show_samples", "checkpoint.", "track."),
-)
-"""Keys (or prefixes) that change how a run is computed or shown, but not its result."""
-LENGTH = ("train.epochs", "train.max_steps", "eval.patience", "eval.min_improvement")
-"""Keys that matter only if they change the number of steps."""
 
 BEGUN = ".begun"
 """File in the output folder: the launchers and processes of the job that wrote its checkpoints."""
@@ -72,6 +39,8 @@ class Start:
     """Messages for the user, one sentence each."""
     changed: dict[str, str] = field(default_factory=dict)
     """Keys of the recipe that differ from the checkpoint's, with both values: "train.lr=0.1 (it was 0.2)"."""
+    telling: Sequence[str] = ()
+    """Those of them that change the result, and not only the number of steps."""
     group: Sequence[Member] = ()
     """The processes of this job that have launchers."""
 
@@ -116,7 +85,8 @@ def find_start(recipe: Recipe, group: Sequence[Member] | None = None) -> Start:
         checkpoint, skipped = _named(Path(resume).expanduser(), folder), []
     changed = _changes(checkpoint, recipe)
     notices = [*skipped, *(f"Changed: {text}." for text in changed.values())]
-    return Start(checkpoint, notices, changed, group)
+    telling = [key for key in changed if resume_rule(key, type(recipe.task)) not in ("harmless", "length")]
+    return Start(checkpoint, notices, changed, telling, group)
 
 
 def member() -> list[Member]:
@@ -163,18 +133,17 @@ def check_finished(start: Start, recipe: Recipe, num_steps: int) -> None:
     patience, waited = recipe.eval.patience, start.checkpoint.progress["state"].get("evaluations_since", 0)
     if start.checkpoint.step != num_steps and (patience is None or waited < patience):
         return
-    if differing := [text for key, text in start.changed.items() if not key.startswith((*HARMLESS, *LENGTH))]:
+    if start.telling:
         raise ConfigError(
             f"{recipe.output_dir} holds a finished run of {start.checkpoint.step} steps, and this recipe differs from it: "
-            f"{', '.join(differing)}. Nothing would be trained. Set output_dir=... to a new folder, or resume=never to replace "
-            "that run."
+            f"{', '.join(start.changed[key] for key in start.telling)}. Nothing would be trained. Set output_dir=... to a new "
+            "folder, or resume=never to replace that run."
         )
 
 
 def leads_elsewhere(start: Start) -> bool:
     """Return whether repeated steps may lead to different weights, or to a different best model."""
-    free = (*HARMLESS, *LENGTH, "eval.every")
-    return any(not key.startswith(free) for key in start.changed)
+    return any(key != "eval.every" for key in start.telling)
 
 
 def _named(path: Path, folder: Path) -> Checkpoint:
@@ -205,19 +174,24 @@ def _changes(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, str]:
     """Describe each changed key, with both values.
 
     Raises:
-        ConfigError: keys that are FIXED have changed.
+        ConfigError: keys have changed that a resumed run may not change.
     """
     recipes = OmegaConf.load(checkpoint.path / "recipe.yaml"), OmegaConf.create(recipe.to_yaml())
     old, new = (flat(OmegaConf.to_container(either)) for either in recipes)
-    unread = {f"train.{name}" for name, owners in OPTIMIZER_KEYS.items() if new.get("train.optimizer") not in owners}
-    keys = [key for key in {**old, **new} if key not in FREE and key not in unread]
-    if old.get("adapter.type") is new.get("adapter.type") is None:  # the others mean nothing, and older recipes lack them
-        keys = [key for key in keys if not key.startswith("adapter.")]
-    differing = [key for key in keys if not _is_same(old.get(key), new.get(key))]
+    rules = {key: resume_rule(key, type(recipe.task)) for key in {**old, **new}}
+    unread = {
+        key
+        for key, (described, *_) in all_keys(type(recipe.task)).items()
+        if (needs := described.rule.needs) is not None and new.get(f"train.{needs[0]}") not in needs[1]
+    }
+    if old.get("adapter.type") is new.get("adapter.type") is None:  # the others mean nothing
+        unread |= {key for key in rules if key.startswith("adapter.")}
+    differing = [
+        key for key, rule in rules.items() if rule != "own" and key not in unread and not _is_same(old.get(key), new.get(key))
+    ]
     texts = {key: f"{key}={_spell(new, key)} (it was {_spell(old, key)})" for key in differing}
     pins = {f"{key}_revision" for key in checkpoint.progress.get("commits", {})}  # compared once data and model are loaded
-    free = {*pins, *NOT_FIXED}
-    if fixed := [texts[key] for key in differing if key.startswith(FIXED) and key not in free]:
+    if fixed := [texts[key] for key in differing if rules[key] == "fixed" and key not in pins]:
         raise ConfigError(
             f"{checkpoint.path} cannot resume with {', '.join(fixed)}. Restore the earlier values; or start over with "
             "resume=never, which replaces that run, or with a different output_dir."

@@ -24,19 +24,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from hftune.config.importing import find_beside, import_named, is_own
+from hftune.config.keys import is_dotted, key_of, needing, problems_of
 from hftune.config.sections import (
-    OPTIMIZER_KEYS,
-    SCHEDULE_KEYS,
+    SECTIONS,
     AdapterConfig,
     CheckpointConfig,
     EvalConfig,
     ParallelConfig,
     RunConfig,
-    Section,
     TrackConfig,
     TrainConfig,
-    is_dotted,
-    key_of,
 )
 from hftune.config.shipped_files import recipe_path, resource_dir
 from hftune.errors import ConfigError, did_you_mean, format_value, holds, type_problem
@@ -287,16 +284,6 @@ class Recipe(RunConfig):
         }
 
 
-SECTIONS: dict[str, type[Section]] = {
-    "train": TrainConfig,
-    "adapter": AdapterConfig,
-    "eval": EvalConfig,
-    "checkpoint": CheckpointConfig,
-    "parallel": ParallelConfig,
-    "track": TrackConfig,
-}
-
-
 ELSEWHERE = {
     **dict.fromkeys(("learning_rate", "max_lr", "base_lr"), "train.lr"),
     **dict.fromkeys(("num_train_epochs", "num_epochs", "max_epochs"), "train.epochs"),
@@ -517,14 +504,16 @@ def _build(layers: list[_Layer], default_name: str, trust_code: bool = True) -> 
             if problem := schema.assign(key, value):
                 problems.append(layer.locate(problem))
             source.origins[key] = layer.origin
-    for chooser, owners in {"schedule": SCHEDULE_KEYS, "optimizer": OPTIMIZER_KEYS}.items():
-        _drop_keys_of_other_choices(chooser, owners, schema, source, layers)
+    for chooser in ("schedule", "optimizer"):
+        _drop_keys_of_other_choices(chooser, needing(TrainConfig, chooser), schema, source, layers)
     if not trust_code:
         _check_environment(schema, layers)
     sections: dict[str, Any] = {}
     for name in schema.types:
         try:
             sections[name] = OmegaConf.to_object(schema.values[name])
+            if name == "task":
+                problems += map(source.locate, problems_of(sections[name], name))
         except ConfigError as error:
             problems += map(source.locate, error.problems)
         except MissingMandatoryValue as error:

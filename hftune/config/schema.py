@@ -1,7 +1,7 @@
 """The JSON schema of recipes, with which editors complete keys and mark errors. Imports nothing heavy.
 
-Generated from the dataclasses, as the reference is: ``python -m hftune.config.schema > recipes/hftune.schema.json``. It knows
-keys, types, choices and defaults. Bounds, and what keys require of each other, are checked when a recipe is loaded.
+It says what the definitions of the keys say: types, bounds, choices, defaults and sentences. What keys require of each other is
+checked when a recipe is loaded. ``python -m hftune.config.schema > recipes/hftune.schema.json`` writes it.
 
 Draft 7 is the newest draft that all editors understand. The schema must accept whatever ``Recipe.load`` accepts, including what
 YAML 1.1 (OmegaConf, PyYAML) and YAML 1.2 (editors) read differently: a bare ``no`` is false or a text, ``5e-5`` a text or a
@@ -14,12 +14,15 @@ import dataclasses
 import json
 import types
 from collections.abc import Sequence
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
-from hftune.config.reference import SECTIONS, fields, task_types
-from hftune.config.sections import ADAPTERS, OPTIMIZERS, PIPELINE_SCHEDULES, QUANTIZATIONS, SCHEDULES, TRACKERS, UPLOADS, key_of
+from hftune.config import every
+from hftune.config.every import Every
+from hftune.config.keys import Key, Rule, keys_of
+from hftune.config.reference import task_types
+from hftune.config.sections import SECTIONS, RunConfig
 from hftune.config.shipped_files import recipe_names, recipe_path
 
 REFERENCE = r"\$\{"
@@ -34,33 +37,20 @@ PLAIN = {
 """The name of each plain type in JSON schema, and a pattern of the texts that OmegaConf reads as such a value."""
 ANY_TEXT = {"type": ["string", "number", "boolean"]}
 """Where a text is due, such as a run's name, 1e3 and no are texts, as they are written."""
-SUGGESTED: dict[str, tuple[Sequence[str], str | None]] = {
-    "train.optimizer": (OPTIMIZERS, DOTTED),
-    "train.schedule": (SCHEDULES, DOTTED),
-    "train.micro_batch_size": (("auto",), None),
-    "train.micro_batch_tokens": (("auto",), None),
-    "adapter.type": (ADAPTERS, None),
-    "adapter.quantize": (QUANTIZATIONS, None),
-    "eval.every": (("epoch", "never"), r"^[1-9]\d* epochs?$"),
-    "parallel.schedule": (PIPELINE_SCHEDULES, None),
-    "track.with": (TRACKERS, DOTTED),
-    "track.upload": (UPLOADS, None),
-    "resume": (("auto", "never"), ""),
-}
-"""Texts that a key can have: these names, or what matches the pattern; "" is any text, None no other."""
+BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
 
 
 def schema() -> dict[str, Any]:
     """Return the schema of a recipe file."""
-    sections = {name: _section(type_, f"{name}.") for name, type_ in SECTIONS.items() if name}
+    sections = {name: _section(type_, name) for name, type_ in SECTIONS.items()}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "description": "A recipe of hftune.",
         "type": "object",
-        "properties": {**_of_files(), **_properties(SECTIONS[""]), "task": _any_task(), **sections},
+        "properties": {**_of_files(), **_properties(RunConfig), "task": _any_task(), **sections},
         "additionalProperties": False,
         "allOf": [_has_a_task(), *_each_task()],
-        "definitions": {name: _section(type_, "task.", _task_type()) for name, type_ in task_types().items()},
+        "definitions": {name: _section(type_, "task", _task_type()) for name, type_ in task_types().items()},
     }
 
 
@@ -124,67 +114,67 @@ def _each_task() -> list[dict[str, Any]]:
         eval_ = {"properties": {"metric": {"examples": metrics(type_)}}}
         then = {"properties": {"task": {"$ref": f"#/definitions/{name}"}, "eval": eval_}}
         rules.append({"if": {"anyOf": [is_typed, inherits]}, "then": then})
-        for key, value in _properties(type_).items():
+        for key, value in _properties(type_, "task").items():
             known.setdefault(key, {"description": value["description"]})
     unknown = {"properties": {"task": no_type, "base": {"not": {"enum": recipe_names()}}}}
     any_key = {"properties": {"task": {"properties": {**_task_type(), **known}, "additionalProperties": False}}}
     return [*rules, {"if": unknown, "then": any_key}]
 
 
-def _section(type_: type, prefix: str, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+def _section(type_: type, name: str, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     """The schema of one section; an empty one, null, sets nothing."""
     return {
         "type": ["object", "null"],
-        "description": _line(type_.__doc__),
-        "properties": {**(extra or {}), **_properties(type_, prefix)},
+        "description": " ".join((type_.__doc__ or "").split()),
+        "properties": {**(extra or {}), **_properties(type_, name)},
         "additionalProperties": False,
     }
 
 
-def _properties(type_: type, prefix: str = "") -> dict[str, Any]:
-    hints, texts = get_type_hints(type_), {key: text for key, _, text in fields(type_)}
+def _properties(type_: type, section: str = "") -> dict[str, Any]:
     properties = {}
-    for item in dataclasses.fields(type_):
-        key = key_of(item.name)
-        properties[key] = _value(hints[item.name], SUGGESTED.get(prefix + key)) | {"description": _line(texts[key])}
-        if item.default is not dataclasses.MISSING:
-            properties[key]["default"] = item.default
-        elif item.default_factory is not dataclasses.MISSING:
-            properties[key]["default"] = item.default_factory()
+    for described in keys_of(type_, section).values():
+        key = described.name.rpartition(".")[2]
+        properties[key] = _key(described) | {"description": described.text}
+        if described.default is not dataclasses.MISSING:
+            properties[key]["default"] = described.default
     return properties
 
 
-def _line(text: str | None) -> str:
-    return " ".join((text or "").split())
+def _key(described: Key) -> dict[str, Any]:
+    if described.name == "resume":
+        return {**ANY_TEXT, "examples": ["auto", "never"]}
+    if described.rule.read == Every.read:
+        return _either([{**_value(int, Rule()), "minimum": 1}, _choice(("epoch", "never"), every.PATTERN)])
+    return _value(described.type, described.rule)
 
 
-def _value(hint: Any, suggested: tuple[Sequence[str], str | None] | None = None) -> dict[str, Any]:
+def _value(hint: Any, rule: Rule) -> dict[str, Any]:
     """The schema of a value of this type, or of a reference to one."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        value = _either([_value(arg, suggested) for arg in args if arg is not types.NoneType])
+        value = _either([_value(arg, rule) for arg in args if arg is not types.NoneType])
         return _or_null(value) if types.NoneType in args else value
     if origin is Literal:
-        return _choice([*args, *([False] if {"no", "off"} & {*args} else [])], None)
+        return _choice([*args, *([False] if {"no", "off"} & {*args} else [])])
     if origin in (list, tuple):  # tuples here have elements of one type
         size = {"minItems": len(args), "maxItems": len(args)} if origin is tuple else {}
-        return _either([{"type": ["array"], "items": _value(args[0], suggested), **size}, _text("")])
+        return _either([{"type": ["array"], "items": _value(args[0], rule), **size}, _text("")])
     if origin is dict:  # null empties the one of the base
         return {"type": ["object", "null", "string"], "pattern": REFERENCE}
     if hint is Any:  # which the task checks
         return {}
     if hint is str:
-        return _choice(*suggested) if suggested else ANY_TEXT
+        return _choice(rule.choices, DOTTED if rule.own else "") if rule.choices else ANY_TEXT
     kind, text = PLAIN[hint]
     said = f"Must be of type {kind}, or refer to such a value, as in ${{seed}}."
-    return {**_text(text), "type": [kind, "string"], "patternErrorMessage": said}  # else editors would show the pattern
+    bounds = {word: value for name, word in BOUNDS.items() if (value := getattr(rule, name)) is not None}
+    return {**_text(text), "type": [kind, "string"], **bounds, "patternErrorMessage": said}  # else editors show the pattern
 
 
-def _choice(names: Sequence[Any], pattern: str | None) -> dict[str, Any]:
+def _choice(names: Sequence[Any], pattern: str = "") -> dict[str, Any]:
     """One of these names, or a text that matches the pattern."""
-    if pattern == "":
-        return {**ANY_TEXT, "examples": [*names]}
-    return _either([{"enum": [*names]}, _text(pattern or "")])
+    return _either([{"enum": [*names]}, _text(pattern)])
 
 
 def _text(pattern: str) -> dict[str, Any]:

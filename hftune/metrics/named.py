@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hftune.config.importing import import_named
-from hftune.config.sections import is_dotted
+from hftune.config.keys import is_dotted
 from hftune.errors import ConfigError, TrainingError, format_value
 
 Rows = Sequence[Mapping[str, Any]]

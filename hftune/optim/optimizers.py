@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from hftune.config.importing import import_named
+from hftune.config.keys import is_dotted, needing
 from hftune.config.recipe import Recipe
-from hftune.config.sections import OPTIMIZER_KEYS, TrainConfig, is_dotted
+from hftune.config.sections import TrainConfig
 from hftune.errors import ConfigError, did_you_mean
 from hftune.optim.groups import check_groups, parameter_groups
 
@@ -82,7 +83,7 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         return own
     kind, groups = optimizer_class(config), parameter_groups(model, recipe)
     options: dict[str, Any] = {
-        key: getattr(config, key) for key, owners in OPTIMIZER_KEYS.items() if config.optimizer in owners
+        name: getattr(config, name) for name, owners in needing(TrainConfig, "optimizer").items() if config.optimizer in owners
     }
     if config.optimizer in ("adamw", "adam"):
         options["fused"] = True

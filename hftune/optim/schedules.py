@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hftune.config.importing import import_named
-from hftune.config.sections import TrainConfig, is_dotted
+from hftune.config.keys import is_dotted
+from hftune.config.sections import TrainConfig
 from hftune.errors import ConfigError, TrainingError, format_value
 
 

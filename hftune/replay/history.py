@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 
 from hftune.batch_plan import BatchPlan
 from hftune.config import Recipe
+from hftune.config.reference import resume_rule
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError
 from hftune.replay.ledger import LedgerRecord, read_ledger
@@ -137,12 +138,10 @@ class History:
         """
         if change.from_step <= 1:
             return
-        from hftune.checkpoints.resume import FIXED, NOT_FIXED  # imports torch
-
         for word in change.overrides:
             name, _, value = word.partition("=")
             for key in re.findall(r"[\w.]+", value) if name == "replace" else [name]:
-                if key.startswith(FIXED) and key not in NOT_FIXED:
+                if resume_rule(key) == "fixed":
                     raise ConfigError(
                         f"--set {word}: {key} decides which samples form a step, or what is learned from them. Changed at "
                         f"step {change.from_step:,}, it would be another run than before. Change it from the start: --from 1."

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from hftune.config.keys import key
 from hftune.errors import ConfigError, DataError, did_you_mean
 from hftune.metrics.records import directions, rouge_names
 from hftune.tasks.language_modeling import perplexity
@@ -48,7 +49,7 @@ class Chats(TextTask):
     allows that, or else several, each with the answers that it writes alike.
     """
 
-    model: str | None = "HuggingFaceTB/SmolLM2-360M-Instruct"
+    model: str | None = key("HuggingFaceTB/SmolLM2-360M-Instruct", changes="model")
     """Causal language model: name on the Hub (owner/name) or local folder. null: a new model built from model_config, with a
     byte-level tokenizer trained on the chats."""
     messages_column: str | None = None
@@ -73,11 +74,11 @@ class Chats(TextTask):
     date: str | None = None
     """Date that a template writes which asks for today's, such as 2026-11-23. null: the day on which the run starts, which a
     resumed run keeps."""
-    generation: dict[str, Any] | None = None
+    generation: dict[str, Any] | None = key(None, changes="output")
     """Settings with which evaluations generate the last answer of each sample, such as {max_new_tokens: 64}: fields of
     transformers' GenerationConfig. Without do_sample, they take the likeliest token. The export keeps its base's settings.
     null: only the loss is computed."""
-    scores: list[str] = field(default_factory=lambda: ["exact_match"])
+    scores: list[str] = key(lambda: ["exact_match"], changes="output")
     """Metrics of the generated answers: exact_match and rouge (both in [0, 1])."""
     language: str = "en"
     """Language of the answers (ISO 639-1), by which ROUGE cuts words."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hftune.config.keys import key
 from hftune.errors import did_you_mean, format_value
 from hftune.metrics.records import directions
 from hftune.tasks.classification import answers, count_classes, evaluation_rows, named
@@ -44,23 +45,23 @@ MANY_CLASSES = 10
 class ImageClassification(ImageTask):
     """Classify images. The loss is cross-entropy; an item is an image."""
 
-    model: str | None = None
+    model: str | None = key(None, changes="model")
     """Model name on the Hub (owner/name) or local folder: any image classifier of transformers, or the backbone of one, which
     gets a new head. null: a new model built from model_config, or a network."""
-    model_revision: str | None = None
+    model_revision: str | None = key(None, changes="model")
     """Commit, tag or branch of the model on the Hub. null: the newest commit."""
-    model_config: dict[str, Any] = field(default_factory=dict)
+    model_config: dict[str, Any] = key(dict, changes="model")
     """Fields of the model's config to override; if model is null, the whole config of a new one, such as
     {model_type: vit, ...}."""
-    network: str | None = None
+    network: str | None = key(None, changes="model")
     """Import path of your own network class, package.module.Class. It is called with normalized images (N, C, H, W), float32,
     and returns logits (N, classes). null: hftune's ConvNet, sized by width and dropout, if there is no model either."""
-    network_args: dict[str, Any] = field(default_factory=dict)
+    network_args: dict[str, Any] = key(dict, changes="model")
     """Keyword arguments of your own network, such as {num_classes: 10}."""
-    dataset: str = "imagefolder"
+    dataset: str = key("imagefolder", changes="data")
     """Data set name on the Hub (owner/name); imagefolder or idx (MNIST's own files) with data_dir; parquet or arrow with
     data_files; or module:function that returns rows."""
-    data_dir: str | None = None
+    data_dir: str | None = key(None, changes="data")
     """Folder with the files of imagefolder (train/CLASS/*.jpg, and so on) or idx."""
     width: int = 1
     """Width multiplier of ConvNet: 1 means 10 and 20 channels and 50 features (21,840 parameters)."""
@@ -95,7 +96,7 @@ class ImageClassification(ImageTask):
     cutmix: float = 0.0
     """Parameter of the Beta distribution of cutmix, such as 1.0: a box of each training image is replaced by that of another
     one, and the labels are averaged by area. 0: no cutmix."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = key(0.0, changes="forward backward")
     """Share of each label that is spread over all classes, in [0, 1), in the losses of training and evaluation."""
 
     @property
@@ -130,9 +131,12 @@ class ImageClassification(ImageTask):
         if self.network is not None:
             yield f"task.network={self.network} and {name} exclude each other. Set one of them to null."
         defaults = {item.name: item.default for item in fields(self)}
-        for key in ("width", "dropout"):
-            if (value := getattr(self, key)) != defaults[key]:
-                yield f"task.{key}={value} is for hftune's ConvNet, but {name} is set. Leave it out, or use task.model_config."
+        for field_name in ("width", "dropout"):
+            if (value := getattr(self, field_name)) != defaults[field_name]:
+                yield (
+                    f"task.{field_name}={value} is for hftune's ConvNet, but {name} is set. Leave it out, or use "
+                    "task.model_config."
+                )
         if self.mean is not None and len(self.mean) == 1:
             yield f"task.mean={self.mean} is for grey images, but {name} is given RGB. Give three numbers, or null."
 

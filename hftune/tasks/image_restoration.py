@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from hftune.config.keys import key
 from hftune.metrics.records import REGIONS, directions
 from hftune.tasks.images import ImageTask, check_same_network
 from hftune.tasks.validation import bound_problems
@@ -31,10 +32,10 @@ SUSPICIOUS_SHARE = 0.6
 class ImageRestoration(ImageTask):
     """Restore damaged RGB images. The loss is the mean absolute error of a pixel's three colours; an item is a pixel."""
 
-    network: str | None = None
+    network: str | None = key(None, changes="model")
     """Import path of your own network class, package.module.Class. It is called with damaged images (N, 3, H, W), in [0, 1],
     and masks (N, 1, H, W), 1 for damaged pixels, and returns images. null: hftune's U-Net, sized by width and depth."""
-    data_dir: str | None = None
+    data_dir: str | None = key(None, changes="data")
     """Folder with the images of imagefolder, one subfolder per split. Without mask_column, a split's folder holds clean images.
     With it, it has a subfolder for each column (image, mask, target), whose files are matched by name."""
     width: int = 32

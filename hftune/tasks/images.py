@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hftune.config.keys import key
 from hftune.errors import ConfigError
 from hftune.task import Task
 
@@ -25,41 +26,41 @@ DEFAULT_SHARE = 0.1
 class ImageTask(Task):
     """A task on the images of a data set, with a small network of hftune's or one of your own."""
 
-    network: str | None = None
+    network: str | None = key(None, changes="model")
     """Import path of your own network class, package.module.Class. null: hftune's network."""
-    network_args: dict[str, Any] = field(default_factory=dict)
+    network_args: dict[str, Any] = key(dict, changes="model")
     """Keyword arguments of your own network class."""
-    weights: str | None = None
+    weights: str | None = key(None, changes="model", resume="harmless")
     """Weights of your own to start from: a safetensors or PyTorch file, or a folder with one, copied by name. null: none."""
-    dataset: str = "imagefolder"
+    dataset: str = key("imagefolder", changes="data")
     """Data set name on the Hub (owner/name); imagefolder with data_dir; parquet or arrow with data_files; or module:function
     that returns rows."""
-    dataset_revision: str | None = None
+    dataset_revision: str | None = key(None, changes="data")
     """Commit, tag or branch of the data set on the Hub, such as refs/convert/parquet. null: the newest commit."""
-    data_dir: str | None = None
+    data_dir: str | None = key(None, changes="data")
     """Folder with the images of imagefolder."""
-    data_files: dict[str, Any] | None = None
+    data_files: dict[str, Any] | None = key(None, changes="data", inside={"eval": "output", "test": "output"})
     """Your own files: data_files.train, and optionally eval and test, each a path, a glob or a list of them. Used instead of
     dataset."""
-    train_split: str = "train"
+    train_split: str = key("train", changes="data")
     """Split of the data set to train on."""
-    eval_split: str | None = None
+    eval_split: str | None = key(None, changes="output")
     """Split of the data set to evaluate on while training, and to choose the best model by, such as validation. null: images
     held out of the training images, unless data_files.eval or a function provides others."""
-    test_split: str | None = None
+    test_split: str | None = key(None, changes="output")
     """Split of the data set on which the best model is evaluated once, at the end. null: none, unless there are
     data_files.test."""
-    eval_share: float | None = None
+    eval_share: float | None = key(None, changes="data")
     """Share of the training images to hold out and evaluate on: random ones, the same in every run, of each class its share.
     null: 0.1 if nothing else provides evaluation images."""
-    eval_fold: list[int] | None = None
+    eval_fold: list[int] | None = key(None, changes="data")
     """Instead of eval_share, one of several folds: its number, from 0, and the number of folds, such as [0, 5].
     max_train_samples are then the images of all folds together. `hftune folds` sets it; it takes no restoration."""
     image_column: str = "image"
     """Column of the images."""
-    max_train_samples: int | None = None
+    max_train_samples: int | None = key(None, changes="data")
     """Number of training images to use, a random subset that is the same in every run. null: all."""
-    max_eval_samples: int | None = None
+    max_eval_samples: int | None = key(None, changes="output")
     """Number of evaluation images to use, a random subset that is the same in every run. null: all."""
 
     @cached_property

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hftune.config.keys import key
 from hftune.errors import ConfigError
 from hftune.metrics.records import directions
 from hftune.tasks.text import NO_LABEL, TextTask, count_labels, head_loss, head_losses, pieces
@@ -36,23 +37,23 @@ class LanguageModeling(TextTask):
     """Predict the next token. The loss is cross-entropy; an item is a token. The rows of a split are concatenated and cut into
     blocks of block_length tokens. A sample is a block, and every token but the first is predicted exactly once."""
 
-    model: str | None = None
+    model: str | None = key(None, changes="model")
     """Causal language model: name on the Hub (owner/name) or local folder. null: a new model built from model_config."""
-    model_config: dict[str, Any] = field(default_factory=dict)
+    model_config: dict[str, Any] = key(dict, changes="model")
     """Fields of the model's config to override; if model is null, the whole config, with its model_type (transformer_lm, gpt2,
     llama, ...)."""
-    test_split: str | None = "test"
+    test_split: str | None = key("test", changes="output")
     """Split of the data set on the Hub on which the best model is evaluated once, after training. null: none."""
-    max_train_samples: int | None = None
+    max_train_samples: int | None = key(None, changes="data")
     """Number of training blocks to use, a random subset that is the same in every run. null: all."""
-    max_eval_samples: int | None = None
+    max_eval_samples: int | None = key(None, changes="output")
     """Number of evaluation blocks to use, a random subset that is the same in every run. null: all."""
-    max_test_samples: int | None = None
+    max_test_samples: int | None = key(None, changes="output")
     """Number of test blocks to use, a random subset that is the same in every run. null: all."""
-    tokenizer: str | None = None
+    tokenizer: str | None = key(None, changes="model")
     """Tokenizer name on the Hub or local folder; or, for new models, one built from the training text: words (split at white
     space) or basic_english (lower-cased, punctuation split off). null: the tokenizer of the model."""
-    tokenizer_revision: str | None = None
+    tokenizer_revision: str | None = key(None, changes="model")
     """Commit, tag or branch of the tokenizer on the Hub. null: the newest commit."""
     vocab_size: int | None = None
     """Maximum vocabulary size of words and basic_english; rarer words become <unk>. null: all words."""
@@ -60,7 +61,7 @@ class LanguageModeling(TextTask):
     """Column of the texts. Empty texts are kept as empty lines."""
     block_length: int = 35
     """Tokens in a block, also known as bptt. The model sees no further back than the start of a block."""
-    generation: dict[str, Any] = field(default_factory=dict)
+    generation: dict[str, Any] = key(dict, changes="output")
     """Generation settings, such as max_new_tokens or temperature: fields of transformers' GenerationConfig."""
 
     texts_run_on = True

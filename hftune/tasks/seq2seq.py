@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hftune.config.keys import key
 from hftune.errors import ConfigError, DataError, did_you_mean
 from hftune.metrics.records import directions, rouge_names
 from hftune.tasks.source_to_target import SourceToTarget
@@ -43,7 +44,7 @@ HAN_OR_KANA = "[\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff]"
 class Seq2Seq(SourceToTarget):
     """Write a target text for a source text. The loss is cross-entropy; an item is a token of the target, its end included."""
 
-    model: str | None = "google-t5/t5-small"
+    model: str | None = key("google-t5/t5-small", changes="model")
     """Model name on the Hub (owner/name) or local folder. null: a new model built from model_config, with a byte-level
     tokenizer trained on the texts."""
     source_column: str | None = None
@@ -60,7 +61,7 @@ class Seq2Seq(SourceToTarget):
     language: str = "en"
     """Language of the targets (ISO 639-1), by which metrics cut words. en: stemmed words for ROUGE; zh: characters and jieba's
     words; others: words as they are, or characters in scripts without spaces."""
-    scores: list[str] = field(default_factory=lambda: ["rouge"])
+    scores: list[str] = key(lambda: ["rouge"], changes="output")
     """Metrics of the generated texts: rouge (in [0, 1]), bleu (sacreBLEU) and chrf (both 0 to 100)."""
 
     auto_class = "AutoModelForSeq2SeqLM"

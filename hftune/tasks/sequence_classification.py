@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
+from hftune.config.keys import key
 from hftune.errors import DataError, did_you_mean, format_value
 from hftune.metrics.records import directions
 from hftune.tasks.classification import count_classes
@@ -33,10 +34,10 @@ class SequenceClassification(TextTask):
     """Classify texts or pairs of texts, or predict a number. The loss is cross-entropy, and an item is a text. With several
     labels per text: binary cross-entropy, and a label of a text. For numbers: the squared error, and a text."""
 
-    model: str | None = "google-bert/bert-base-cased"
+    model: str | None = key("google-bert/bert-base-cased", changes="model")
     """Model name on the Hub (owner/name) or local folder. null: a new model built from model_config, with a WordPiece tokenizer
     trained on the texts."""
-    eval_split: str = "test"
+    eval_split: str = key("test", changes="output")
     """Split of the data set on the Hub to evaluate on."""
     problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] | None = None
     """What is predicted, in transformers' terms: one class of each text, any number of labels, or a number. null: by the label
@@ -60,9 +61,9 @@ class SequenceClassification(TextTask):
     """Weight of each class in the loss: balanced, so that all classes count the same in total, or a mapping such as {spam: 5},
     where classes that are not named have 1. A text counts as many items as the weight of its class. With several labels per
     text, the weight of the texts that have a label. null: 1."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = key(0.0, changes="forward backward")
     """Share of each target that is spread over all classes, from 0 to below 1."""
-    focal_gamma: float = 0.0
+    focal_gamma: float = key(0.0, changes="forward backward")
     """Exponent of the focal loss: each cross-entropy is multiplied by (1 - p) ** focal_gamma, where p is the probability of the
     true answer, so that what is easy counts less. 2 is usual; 0 is cross-entropy."""
     max_length: int = 512

@@ -6,9 +6,10 @@ torch and transformers are imported inside the methods, so that mistyped recipes
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hftune.config.keys import key
 from hftune.tasks.text import SHOWN, TextTask, count_labels, head_loss, pieces
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class SourceToTarget(TextTask):
     """Maximum length of a source in tokens; longer sources are truncated at the end."""
     max_target_length: int = 128
     """Maximum length of a target in tokens, for references and generated texts."""
-    generation: dict[str, Any] = field(default_factory=dict)
+    generation: dict[str, Any] = key(dict, changes="output")
     """Generation settings, such as num_beams or length_penalty: fields of transformers' GenerationConfig."""
 
     target_name: ClassVar[str] = "target"

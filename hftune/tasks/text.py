@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hftune.config.keys import key
 from hftune.config.own_code import hashes_of
 from hftune.data.files import held_out_key
 from hftune.errors import ConfigError
@@ -44,44 +45,44 @@ class TextTask(Task):
     pads them, and loads and saves the model. docs/own-task.md has an example.
     """
 
-    model: str | None = None
+    model: str | None = key(None, changes="model")
     """Model name on the Hub (owner/name) or local folder. null: a new model built from model_config."""
-    model_revision: str | None = None
+    model_revision: str | None = key(None, changes="model")
     """Commit, tag or branch of the model on the Hub. null: the newest commit."""
-    model_config: dict[str, Any] = field(default_factory=dict)
+    model_config: dict[str, Any] = key(dict, changes="model")
     """Fields of the model's config to override, such as hidden_dropout_prob; if model is null, the whole config."""
-    weights: str | None = None
+    weights: str | None = key(None, changes="model", resume="harmless")
     """Weights of your own to start from, after those of model: a safetensors or PyTorch file, or a folder with one, copied by
     name. null: none."""
-    dataset: str | None = None
+    dataset: str | None = key(None, changes="data")
     """Data set name on the Hub (owner/name), or module:function that returns rows. With data_files: their format (json, csv,
     parquet, arrow or text), only needed if their suffixes do not show it."""
-    dataset_revision: str | None = None
+    dataset_revision: str | None = key(None, changes="data")
     """Commit, tag or branch of the data set on the Hub, such as refs/convert/parquet. null: the newest commit."""
-    dataset_config: str | None = None
+    dataset_config: str | None = key(None, changes="data")
     """Configuration (subset) of the data set on the Hub, if it has several. null: the only one."""
-    data_dir: str | None = None
+    data_dir: str | None = key(None, changes="data")
     """Folder of the Hub repository to read instead of the whole repository, if its README does not list its files."""
-    data_files: dict[str, Any] | None = None
+    data_files: dict[str, Any] | None = key(None, changes="data", inside={"eval": "output", "test": "output"})
     """Your own files: data_files.train, data_files.eval and, optionally, data_files.test, each a path, a glob or a list of
     them. Used instead of dataset. Without eval, set eval_share, or eval.every=never."""
-    datasets_: list[dict[str, Any]] | None = None
+    datasets_: list[dict[str, Any]] | None = key(None, changes="data")
     """Several data sets to train on, instead of dataset and data_files.train: a list of {data_files} or {dataset}, each with a
     weight (how often an epoch uses each of its rows, such as 0.5 or 3; 1 if it is left out) and, if its columns have other
     names, columns: {text: review}. See docs/own-data.md."""
-    train_split: str = "train"
+    train_split: str = key("train", changes="data")
     """Split of the data set on the Hub to train on."""
-    eval_split: str = "validation"
+    eval_split: str = key("validation", changes="output")
     """Split of the data set on the Hub to evaluate on."""
-    eval_share: float | None = None
+    eval_share: float | None = key(None, changes="data")
     """Share of the training rows to hold out and evaluate on, such as 0.1, if there are no evaluation data: random rows, the
     same in every run, of each class its share. null: the evaluation data are files or a split of their own."""
-    eval_fold: list[int] | None = None
+    eval_fold: list[int] | None = key(None, changes="data")
     """Instead of eval_share, one of several folds: its number, from 0, and the number of folds, such as [0, 5].
     max_train_samples are then the rows of all folds together. `hftune folds` sets it; it takes no language models."""
-    max_train_samples: int | None = None
+    max_train_samples: int | None = key(None, changes="data")
     """Number of training rows to use, a random subset that is the same in every run. null: all."""
-    max_eval_samples: int | None = None
+    max_eval_samples: int | None = key(None, changes="output")
     """Number of evaluation rows to use, a random subset that is the same in every run. null: all."""
     vocab_size: int = 4096
     """Vocabulary size of the tokenizer that is trained on the texts if model is null."""
@@ -281,8 +282,8 @@ class TextTask(Task):
             for column in self._text_columns:  # so that messages name the data set and its row
                 check_texts(rows, column, f"train ({name})")
         for split, rows in self._unchecked.items():
-            for key, column in self._columns.items():
-                check_column(rows, f"task.{key}", column, split)
+            for name, column in self._columns.items():
+                check_column(rows, f"task.{name}", column, split)
             for column in self._text_columns:
                 check_texts(rows, column, split)
         return self._unchecked
@@ -369,10 +370,10 @@ class TextTask(Task):
         from hftune.models.pretrained import max_positions
 
         positions = max_positions(model)
-        for key in self.length_keys:
-            length = getattr(self, key, None)
+        for name in self.length_keys:
+            length = getattr(self, name, None)
             if positions is not None and length is not None and positions < length:
-                raise ConfigError(f"task.{key}={length} exceeds the model's {positions} positions. Lower it.")
+                raise ConfigError(f"task.{name}={length} exceeds the model's {positions} positions. Lower it.")
 
     def lengths(self, dataset: Any) -> np.ndarray | None:
         from hftune.data.tokenized import lengths_of
@@ -398,8 +399,8 @@ class TextTask(Task):
 
         all_columns = self._rows["train"].column_names
         messages = []
-        for key, column in self._columns.items():
-            messages += chosen(f"task.{key}", getattr(self, key, column), column, all_columns)
+        for name, column in self._columns.items():
+            messages += chosen(f"task.{name}", getattr(self, name, column), column, all_columns)
         messages += self._row_notices(self._rows, *self._text_columns)
         lengths = " and ".join(f"task.{key}={getattr(self, key)}" for key in self.length_keys if hasattr(self, key))
         has_flags = "cut" in datasets["train"][0]

@@ -6,12 +6,13 @@ torch, transformers and datasets are imported inside the methods, so that mistyp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from hftune.config.keys import key
 from hftune.errors import ConfigError
 from hftune.metrics.records import directions, rouge_names
 from hftune.tasks.source_to_target import SourceToTarget
@@ -33,14 +34,14 @@ if TYPE_CHECKING:
 class TitleGeneration(SourceToTarget):
     """Generate titles. The loss is cross-entropy; an item is a token of the title, its end token included."""
 
-    model: str | None = "Lowin/chinese-bigbird-base-4096"
+    model: str | None = key("Lowin/chinese-bigbird-base-4096", changes="model")
     """BERT, BigBird or a model trained with this task: name on the Hub or local folder. null: new, from model_config."""
-    model_config: dict[str, Any] = field(default_factory=dict)
+    model_config: dict[str, Any] = key(dict, changes="model")
     """Fields of the model's config to override; if model is null, those that differ from the defaults of BERT."""
-    dataset: str = "csebuetnlp/xlsum"
+    dataset: str = key("csebuetnlp/xlsum", changes="data")
     """Data set name on the Hub (owner/name), or module:function that returns rows. With data_files: their format (json, csv,
     parquet or arrow), only needed if their suffixes do not show it."""
-    data_dir: str | None = None
+    data_dir: str | None = key(None, changes="data")
     """Folder of the Hub repository to read instead of the whole repository, such as XL-Sum's chinese_simplified."""
     architecture: Literal["prefix_lm", "encoder_decoder"] = "prefix_lm"
     """prefix_lm: one stack of layers, with full attention to the source, generates the title. encoder_decoder: a block-sparse

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hftune.config.keys import key
 from hftune.errors import ConfigError
 from hftune.metrics.records import directions
 from hftune.tasks.classification import count_classes
@@ -32,7 +33,7 @@ TAGS = ("ner_tags", "tags", "labels", "pos_tags", "upos")
 class TokenClassification(TextTask):
     """Tag the words of texts. The loss is cross-entropy at the first token of each word; an item is a word."""
 
-    model: str | None = "google-bert/bert-base-cased"
+    model: str | None = key("google-bert/bert-base-cased", changes="model")
     """Model name on the Hub (owner/name) or local folder. null: a new model built from model_config, with a WordPiece tokenizer
     trained on the words."""
     words_column: str | None = None

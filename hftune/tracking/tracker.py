@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from hftune.config.importing import import_named
+from hftune.config.keys import is_dotted
 from hftune.config.recipe import Recipe
-from hftune.config.sections import is_dotted
 from hftune.distributed.failure_report import Report
 from hftune.distributed.rounds import agents_word
 from hftune.errors import ConfigError

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import tomllib
-from functools import cache
 from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +20,7 @@ import yaml
 import hftune
 from hftune import Recipe, Task, cli, spark
 from hftune.commands.sweep_space import parse as parse_sweep
-from hftune.config import reference
+from hftune.config import reference, sections
 from hftune.config.shipped_files import config_names
 from tests.support.pages import (
     PAGES,
@@ -225,23 +224,15 @@ def test_architecture_names_every_file_and_package_at_the_root_once():
 
 # Keys
 
-SECTIONS = {name for name in reference.SECTIONS if name} | {"task"}
+SECTIONS = {*sections.SECTIONS, "task"}
 KEY = re.compile(rf"(?<![\w./-])((?:{'|'.join(sorted(SECTIONS))})\.[a-z_][\w.]*)")
 MAPPINGS = {"task.model_config", "task.generation", "task.network_args", "task.data_files", "task.augmentation"}
 FILES = (".py", ".yaml", ".json", ".jsonl", ".csv", ".txt", ".md")
 
 
-@cache
-def known_keys():
-    sections = {name: [type_] for name, type_ in reference.SECTIONS.items() if name}
-    sections["task"] = [*reference.task_types().values()]
-    found = {f"{name}.{key}" for name, types in sections.items() for type_ in types for key, _, _ in reference.fields(type_)}
-    return found | {"task.type"}
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_keys_between_backticks_exist(page):
-    known = known_keys()
+    known = {*reference.all_keys(), "task.type"}
     for word in inline(PAGES[page]):
         for key in KEY.findall(word):
             if not key.endswith(FILES) and ".".join(key.split(".")[:2]) not in MAPPINGS:

@@ -206,7 +206,7 @@ def recipe(*overrides):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["adapter.type=lra"], "adapter.type='lra' is not lora or dora, nor null. Did you mean 'lora'?"),
+        (["adapter.type=lra"], "adapter.type='lra' is not one of lora, dora. Did you mean 'lora'?"),
         (["adapter.type=lora", "adapter.rank=0"], "adapter.rank=0 must be at least 1."),
         (["adapter.type=lora", "adapter.dropout=1"], "adapter.dropout=1.0 must be in [0, 1)."),
         (["adapter.type=lora", "adapter.targets=all"], "adapter.targets='all' is neither all-linear nor a list of names"),

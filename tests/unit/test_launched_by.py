@@ -184,5 +184,5 @@ def test_only_processes_that_are_all_on_this_machine_are_kept_off_the_network(en
 @pytest.mark.parametrize("value", ["inf", "1e10"])
 def test_bounds_of_time_are_finite(key, value):
     said = refused(Recipe.load, "yelp_demo", f"train.{key}={value}")
-    assert said.startswith(f"train.{key}={float(value)} must be at most 1e8, which is three years")
-    assert said.endswith("; null sets no limit.") == (key == "stall_after_s")
+    assert said.startswith(f"train.{key}=") and "must be in [3, 1e+08]" in said
+    assert said.endswith(" null: no limit.") == (key == "stall_after_s")

@@ -500,14 +500,14 @@ def test_a_task_may_build_its_own_optimizer():
         ),
         (
             {"optimizer": "lion", "betas": (0.9, 0.95)},
-            "train.betas=[0.9, 0.95] is for train.optimizer=adamw or adam or muon or schedule_free or adamw_8bit. Give lion its arguments in train.optimizer_args.",
+            "train.betas=[0.9, 0.95] needs train.optimizer=adamw, adam, muon, schedule_free or adamw_8bit, not lion.",
         ),
         ({"decay_ratio": 0.2}, "train.decay_ratio=0.2 needs train.schedule=wsd, not linear."),
-        ({"schedule": "wsd", "decay_ratio": 0.0}, "train.decay_ratio=0.0 must be in (0, 1]: it is a share of all steps."),
-        ({"schedule": "polynomial", "power": 0.0}, "train.power=0.0 must be above 0 and finite."),
+        ({"schedule": "wsd", "decay_ratio": 0.0}, "train.decay_ratio=0.0 must be in (0, 1]."),
+        ({"schedule": "polynomial", "power": 0.0}, "train.power=0.0 must be above 0."),
         (
             {"schedule": "inverse_sqrt", "min_lr": 1e-6},
-            "train.min_lr=1e-06 needs train.schedule=linear, cosine, wsd, cosine_restarts or polynomial: inverse_sqrt has no end to fall to.",
+            "train.min_lr=1e-06 needs train.schedule=linear, cosine, wsd, cosine_restarts or polynomial, not inverse_sqrt.",
         ),
         (
             {"freeze": ["bert("]},
@@ -521,8 +521,6 @@ def test_a_task_may_build_its_own_optimizer():
         ({"groups": [{"match": "x"}]}, "train.groups[0] sets neither lr nor weight_decay."),
         ({"groups": [{"match": "x", "lr": "fast"}]}, "train.groups[0].lr='fast' is not a number, such as 1e-4."),
         ({"groups": [{"match": "x", "lr": 0.0}]}, "train.groups[0].lr=0.0 must be finite and above 0."),
-        ({"layer_decay": 1.5}, "train.layer_decay=1.5 must be in (0, 1], such as 0.8; null gives all layers the same rate."),
-        ({"ema_decay": 1.0}, "train.ema_decay=1.0 must be in (0, 1), such as 0.999; null keeps no average."),
     ],
 )
 def test_values_out_of_bounds_are_refused_at_once(given, message):
@@ -531,18 +529,9 @@ def test_values_out_of_bounds_are_refused_at_once(given, message):
     assert message in caught.value.problems
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"patience": 0}, "eval.patience=0 must be at least 1; null never stops early."),
-        ({"patience": 1, "min_improvement": -1.0}, "eval.min_improvement=-1.0 must be a finite number of at least 0."),
-        ({"min_improvement": 0.1}, "eval.min_improvement=0.1 needs eval.patience, the number of evaluations to wait for it."),
-    ],
-)
-def test_patience_out_of_bounds_is_refused(given, message):
-    with pytest.raises(ConfigError) as caught:
-        EvalConfig(**given)
-    assert caught.value.problems == [message]
+def test_an_improvement_needs_the_patience_that_waits_for_it():
+    with pytest.raises(ConfigError, match=r"eval.min_improvement=0.1 needs eval.patience"):
+        EvalConfig(min_improvement=0.1)
 
 
 def test_patience_counts_from_the_last_improvement_that_was_large_enough():

@@ -351,7 +351,7 @@ def test_a_grid_holds_pictures_of_several_sizes():
         ),
         (
             ("train.schedule=constant", "train.min_lr=1e-6"),
-            "train.min_lr=1e-06 needs train.schedule=linear, cosine, wsd, cosine_restarts or polynomial: constant never falls.",
+            "train.min_lr=1e-06 needs train.schedule=linear, cosine, wsd, cosine_restarts or polynomial, not constant.",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from jsonschema import Draft7Validator
 from omegaconf import OmegaConf
 
 from hftune import ConfigError, Recipe, cli
-from hftune.config import reference
+from hftune.config import reference, sections
 from hftune.config.recipe import _Schema
 from hftune.config.schema import schema
 from hftune.config.shipped_files import recipe_names, recipe_path
@@ -152,7 +152,7 @@ VALUES = [
     {"a": 1},
 ]
 SECTIONS = [
-    *((name, type_, SCHEMA["properties"][name]) for name, type_ in reference.SECTIONS.items() if name),
+    *((name, type_, SCHEMA["properties"][name]) for name, type_ in sections.SECTIONS.items()),
     *(("task", type_, SCHEMA["definitions"][name]) for name, type_ in reference.task_types().items()),
 ]
 

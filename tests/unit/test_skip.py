@@ -32,7 +32,7 @@ def test_samples_of_skipped_steps_are_not_loaded():
 
 
 def test_steps_that_there_are_not_and_a_run_without_any_are_told():
-    with pytest.raises(ConfigError, match=r"^train.skip=\[5, 0\]: there is no step 0. Steps count from 1.$"):
+    with pytest.raises(ConfigError, match=r"^train.skip=\[5, 0\]: each must be at least 1.$"):
         TrainConfig(skip=[5, 0])
     with pytest.raises(ConfigError, match=r"^train.skip leaves out all 3 steps of the run: nothing would be trained"):
         check_skip(TrainConfig(skip=[3, 1, 2, 9]), 3)

@@ -222,9 +222,7 @@ def test_too_few_micro_batches_for_the_schedule_are_counted(monkeypatch):
 SPELLED = {
     "parallel.schedule=interleavd": "parallel.schedule='interleavd' is not one of gpipe, 1f1b, interleaved, zero_bubble. Did you mean "
     "'interleaved'?",
-    "parallel.schedule=zbv": "parallel.schedule='zbv' puts the first and the last stage on one process, where torch's evaluation "
-    "fails. Use zero_bubble.",
-    "parallel.virtual_stages=2": "parallel.virtual_stages=2 is for parallel.schedule=interleaved or zero_bubble, not for 1f1b.",
+    "parallel.virtual_stages=2": "parallel.virtual_stages=2 needs parallel.schedule=interleaved or zero_bubble, not 1f1b.",
     "parallel.pipeline_stages=0": "parallel.pipeline_stages=0 must be at least 1.",
     "parallel.split=[2,2]": "parallel.split=[2, 2] must have a number of layers for each of the 1 stages.",
 }
