@@ -21,8 +21,6 @@ if TYPE_CHECKING:  # recipes are read and validated before torch is imported
 
 Direction = Literal["max", "min"]
 
-INPUT_FIELDS = ("text_columns", "text_column", "words_column", "source_column", "anchor_column", "image_column", "mask_column")
-"""Fields of tasks that name a column of their inputs, not of their labels."""
 DERIVED = "task.json"
 """File beside the weights with the attributes that ``datasets`` set on the task."""
 
@@ -33,34 +31,17 @@ class Task(ABC):
 
     ``datasets``, ``build_model`` and ``loss`` are required. The other methods have defaults that fit models called with keyword
     arguments and batches with ``labels``. Import torch inside the methods, so that mistyped recipes are refused at once.
+    A task may define any of the ``Hooks``, too.
     """
 
     metric_directions: ClassVar[Mapping[str, Direction | None] | None] = None
     """Names of the metrics that ``metrics`` returns, each with "max" if greater is better, "min" if smaller is better, or None
     if neither is (such as a length). With it, ``eval.metric`` is checked before training and ``eval.greater_is_better`` can be
     left out. None: the names are not known in advance."""
-    sample_fields: ClassVar[Sequence[str]] = ()
-    """Fields of the rows of ``describe`` to show for a few samples after each evaluation, in terminal and trackers."""
     labels: ClassVar[Sequence[str] | None] = None
     """Class names in the order of the class numbers, for tasks that classify: a property there, known after ``datasets``."""
-    read_columns: ClassVar[Mapping[str, str]] = {}
-    """Columns that were read of the data, by the fields that name them, such as {"text_column": "review"}: a property there,
-    known after ``datasets``. Exports keep it: `hftune predict --data` prefers the same columns."""
     evaluates = True
     """Whether the recipe evaluates while it trains: false with eval.every=never. Then ``datasets`` need not return "eval"."""
-    fold_rows: ClassVar[Sequence[int] | None] = None
-    """Where the eval split is one of several folds of the data: the number of each of its rows in the data; else None."""
-    fold_data: ClassVar[str | None] = None
-    """A digest of all rows that the folds are made of, by which folds of different data are told apart; None: not known."""
-    code_fields: ClassVar[Sequence[str]] = ("dataset", "network")
-    """Fields that may name code to import: package.module.Class or module:function."""
-    settled_fields: ClassVar[Sequence[str]] = ()
-    """Fields that are null in a recipe until ``datasets`` sets them, once: a resumed run takes them from recipe.yaml."""
-    scored_head: ClassVar[bool] = False
-    """Whether ``loss`` and ``predictions`` take a ``ScoredOutput`` (hftune.models.scored_head) as well as logits. Then a
-    transformers model computes the cross-entropy of ``target`` together with its head, where there would be too many logits."""
-    libraries: ClassVar[Sequence[str]] = ()
-    """Modules that its methods import. `hftune train --processes` imports them once for all processes of the machine."""
 
     def validate(self) -> list[str]:
         """Return the problems of the fields and of the files they name, one sentence each. Called before torch is imported."""
@@ -103,46 +84,9 @@ class Task(ABC):
             {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
         ]
 
-    def mixture(self, dataset: Any) -> Sequence[tuple[int, float]] | None:
-        """Return number of samples and weight of each data set that the training data consist of, in their order.
-
-        None, the default: an epoch has each sample once. See ``BatchPlan.mixture`` for what a weight means.
-        """
-        return None
-
-    def optimizer(self, model: nn.Module, config: Any) -> torch.optim.Optimizer | None:
-        """Return an optimizer of your own for the model's trainable parameters; None, the default: ``train.optimizer``.
-
-        It is built on the CPU, before the model is moved and wrapped. The learning rates of its groups are their peaks: the
-        schedule scales them alike.
-
-        Args:
-            config: the recipe's ``train`` section, a TrainConfig.
-        """
-        return None
-
     def lengths(self, dataset: Any) -> np.ndarray | None:
         """Return a positive integer length per sample, such as its tokens, or None if all samples cost the same."""
         return None
-
-    def sizes(self, dataset: Any) -> np.ndarray | None:
-        """Return the K sizes of each sample that are padded independently, (N, K) int, such as height and width of an image.
-
-        A micro-batch is padded to the maximum of each size. None, the default: to the maximum of ``lengths``.
-        """
-        return None
-
-    def padded_length(self, sizes: Sequence[int]) -> int:
-        """Return the cost of a sample padded to these K sizes, in units of ``lengths``: by default their sum.
-
-        The cost must not decrease when a size increases.
-        """
-        return sum(sizes)
-
-    @property
-    def augments(self) -> bool:
-        """Whether training samples pass through ``augment``: by default, if the task defines it."""
-        return type(self).augment is not Task.augment
 
     def augment(self, example: Any, rng: np.random.RandomState) -> Any:
         """Return a randomly varied copy of a training sample, such as a shifted or cropped image.
@@ -167,14 +111,6 @@ class Task(ABC):
         """Return the model's keyword arguments: by default the batch without ``labels``."""
         return {name: value for name, value in batch.items() if name != "labels"}
 
-    def evaluation_inputs(self, batch: Batch) -> dict[str, Any]:
-        """Return the model's keyword arguments in an evaluation: by default ``inputs``.
-
-        Override it if ``predictions`` needs outputs that the loss does not, such as the cache from which a text is generated.
-        In a pipeline, the stages get ``inputs``.
-        """
-        return self.inputs(batch)
-
     def target(self, batch: Batch) -> Tensor:
         """Return what ``loss`` compares the outputs with: by default ``labels``."""
         return batch["labels"]
@@ -186,7 +122,7 @@ class Task(ABC):
     def num_items(self, target: Tensor) -> float:
         """Return the number of items that ``loss`` sums over: by default samples; for others, label tokens or pixels.
 
-        Where items have weights in the loss, their sum. It must add up over samples: padding is no item.
+        If items have weights in the loss, return the sum of the weights. It must add up over samples: padding is no item.
 
         Raises:
             ConfigError: ``target`` is no tensor, whose length would be its number of samples.
@@ -200,14 +136,6 @@ class Task(ABC):
                 'len(target["labels"]) for samples or int((target["labels"] != -100).sum()) for labels.'
             )
         return len(target)
-
-    @property
-    def rows_per_sample(self) -> int:
-        """Rows that ``predictions`` computes for each sample: by default 1; for texts generated by beam search, its beams.
-
-        ``eval.batch_tokens`` counts the tokens of a sample that many times.
-        """
-        return 1
 
     def predictions(self, outputs: Any, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
         """Return a JSON-serializable row for each sample, with everything that ``metrics`` needs, including the reference.
@@ -226,45 +154,9 @@ class Task(ABC):
         """
         return rows
 
-    def caption(self, row: Mapping[str, Any]) -> str:
-        """Return the caption of a sample's image, from its row of ``describe``; by default its ``sample_fields``."""
-        return ", ".join(f"{name} {row[name]}" for name in self.sample_fields)
-
-    def sample_images(self, outputs: Any, model: nn.Module, batch: Batch, indices: Sequence[int]) -> list[np.ndarray]:
-        """Return an image (H, W, 3) uint8 of the samples at these indices of the batch; an empty list if there are no images.
-
-        The other arguments are those of ``predictions``. Each evaluation logs the first ``eval.show_samples`` images.
-        """
-        return []
-
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the metrics of a whole split from its rows, one per sample, in data set order. Main process only."""
         return {}
-
-    def commits(self) -> dict[str, str]:
-        """Return the commit (SHA-1) of each repository loaded from the Hub, by the key that named it: {"task.model": ...}.
-
-        Called after ``datasets`` and ``build_model``. A run is resumed only with the same commits.
-        """
-        return {}
-
-    def marked(self, example: Any) -> list[tuple[str, bool]]:
-        """Return a sample as the model reads it, in pieces of text, each with whether the model learns to write it.
-
-        `hftune show recipe=... --samples 2` prints them. By default none: the task's samples are no texts.
-        """
-        return []
-
-    def class_counts(self, dataset: Any) -> Mapping[str, int]:
-        """Return the number of samples of each class by its name, in the order of the classes; nothing if there are none.
-
-        Called for the training split, on the main process, to be shown before training.
-        """
-        return {}
-
-    def notices(self, datasets: Mapping[str, Any], model: nn.Module) -> list[str]:
-        """Return what a user should know before training, such as how many texts are truncated, one sentence each."""
-        return []
 
     def save(self, model: nn.Module, directory: Path) -> None:
         """Write the finished, unwrapped model into an empty directory. Main process only.
@@ -292,42 +184,6 @@ class Task(ABC):
         load_model(model, str(directory / "model.safetensors"))
         return model
 
-    def transformers_pipeline(self) -> dict[str, Any] | None:
-        """Return the arguments of a ``transformers.pipeline`` that loads what ``save`` wrote; None if there is none."""
-        return None
-
-    def example_inputs(self) -> list:
-        """Return a few raw inputs for ``predict``; MLflow logs them with the model. Called after ``datasets``."""
-        return []
-
-    def input_columns(self) -> dict[str, str | None]:
-        """Return the columns of a table that make a raw input of ``predict``, each by the name that ``--map`` gives it.
-
-        None stands for a column that the recipe does not name; `hftune predict --data` then takes it if there is only one way.
-        By default those of the fields in INPUT_FIELDS: ``{"text": "review"}`` for text_column: review.
-        """
-        given = {name: getattr(self, name) for name in INPUT_FIELDS if hasattr(self, name)}
-        if several := given.pop("text_columns", None):
-            return {column: column for column in several}
-        if given.get("image_column") is None or given.get("mask_column") is None:
-            given.pop("mask_column", None)
-        return {name.removesuffix("_column"): column for name, column in given.items()}
-
-    def raw_inputs(self, rows: Mapping[str, list]) -> list:
-        """Return the raw inputs of ``predict`` that some rows of a table hold.
-
-        Args:
-            rows: the values of each of the ``input_columns``, by the same names.
-
-        By default the values of the only column, or tuples of the values of several, in the order of ``input_columns``.
-        """
-        columns = list(rows.values())
-        return list(columns[0]) if len(columns) == 1 else list(zip(*columns, strict=True))
-
-    def input_lengths(self, inputs: list) -> list[int] | None:
-        """Return the length of each raw input, such as its tokens, to sort by it; None, the default: by characters."""
-        return None
-
     def predict(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
         """Return a row for each raw input, such as a text, without gradients. Used by ``hftune.load_model``.
 
@@ -338,6 +194,165 @@ class Task(ABC):
             DataError: an input cannot be used; the message begins with "Input" and its index.
         """
         raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the default of a hook that the task does not define."""
+        if hasattr(type(self), name):  # a property of the task that raised AttributeError: let the user see why
+            return object.__getattribute__(self, name)
+        if name.startswith("_") or name not in vars(Hooks):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        default = vars(Hooks)[name]
+        return default.__get__(self) if hasattr(default, "__get__") else default
+
+
+class Hooks:
+    """What else a task may define, in the order of their readers, with what holds for a task that does not.
+
+    No task inherits them: ``Task`` looks here for those that it lacks, so that it is itself what must be known to write one.
+    """
+
+    # hftune/config and hftune/launchers, before torch is imported
+    code_fields: ClassVar[Sequence[str]] = ("dataset", "network")
+    """Fields that may name code to import: package.module.Class or module:function."""
+    libraries: ClassVar[Sequence[str]] = ()
+    """Modules that its methods import. `hftune train --processes` imports them once for all processes of the machine."""
+
+    # hftune/build.py and hftune/evaluation.py: what is computed together
+    scored_head: ClassVar[bool] = False
+    """Whether ``loss`` and ``predictions`` take a ``ScoredOutput`` (hftune.models.scored_head) as well as logits. Then a
+    transformers model computes the cross-entropy of ``target`` together with its head if there would be too many logits."""
+
+    def mixture(self: Any, dataset: Any) -> Sequence[tuple[int, float]] | None:
+        """Return number of samples and weight of each data set that the training data consist of, in their order.
+
+        None, the default: an epoch has each sample once. See ``BatchPlan.mixture`` for what a weight means.
+        """
+        return None
+
+    def optimizer(self: Any, model: nn.Module, config: Any) -> torch.optim.Optimizer | None:
+        """Return an optimizer of your own for the model's trainable parameters; None, the default: ``train.optimizer``.
+
+        It is built on the CPU, before the model is moved and wrapped. The learning rates of its groups are their peaks: the
+        schedule scales them alike. ``config``: the recipe's ``train`` section, a TrainConfig.
+        """
+        return None
+
+    @property
+    def augments(self: Any) -> bool:
+        """Whether training samples pass through ``augment``: by default, if the task defines it."""
+        return type(self).augment is not Task.augment
+
+    def sizes(self: Any, dataset: Any) -> np.ndarray | None:
+        """Return the K sizes of each sample that are padded independently, (N, K) int, such as height and width of an image.
+
+        A micro-batch is padded to the maximum of each size. None, the default: to the maximum of ``lengths``.
+        """
+        return None
+
+    def padded_length(self: Any, sizes: Sequence[int]) -> int:
+        """Return the cost of a sample padded to these K sizes, in units of ``lengths``: by default their sum.
+
+        The cost must not decrease when a size increases.
+        """
+        return sum(sizes)
+
+    @property
+    def rows_per_sample(self: Any) -> int:
+        """Rows that ``predictions`` computes for each sample: by default 1; for texts generated by beam search, its beams.
+
+        ``eval.batch_tokens`` counts the tokens of a sample that many times.
+        """
+        return 1
+
+    def evaluation_inputs(self: Any, batch: Batch) -> dict[str, Any]:
+        """Return the model's keyword arguments in an evaluation: by default ``inputs``.
+
+        Define it if ``predictions`` needs outputs that the loss does not, such as the cache from which a text is generated. In
+        a pipeline, the stages get ``inputs``.
+        """
+        return self.inputs(batch)
+
+    # hftune/training.py and hftune/checkpoints: what is said before training, and what a resumed run must have
+    settled_fields: ClassVar[Sequence[str]] = ()
+    """Fields that are null in a recipe until ``datasets`` sets them, once: a resumed run takes them from recipe.yaml."""
+
+    def class_counts(self: Any, dataset: Any) -> Mapping[str, int]:
+        """Return the number of training samples of each class by its name, in the order of the classes; main process only."""
+        return {}
+
+    def notices(self: Any, datasets: Mapping[str, Any], model: nn.Module) -> list[str]:
+        """Return what a user should know before training, such as how many texts are truncated, one sentence each."""
+        return []
+
+    def commits(self: Any) -> dict[str, str]:
+        """Return the commit (SHA-1) of each repository loaded from the Hub, by the key that named it: {"task.model": ...}.
+
+        Called after ``datasets`` and ``build_model``. A run is resumed only with the same commits.
+        """
+        return {}
+
+    # Trackers and reports: what is shown of an evaluation
+    sample_fields: ClassVar[Sequence[str]] = ()
+    """Fields of the rows of ``describe`` to show for a few samples after each evaluation, in terminal and trackers."""
+
+    def sample_images(self: Any, outputs: Any, model: nn.Module, batch: Batch, indices: Sequence[int]) -> list[np.ndarray]:
+        """Return an image (H, W, 3) uint8 of the samples at these indices of the batch; an empty list if there are no images.
+
+        The other arguments are those of ``predictions``. Each evaluation logs the first ``eval.show_samples`` images.
+        """
+        return []
+
+    def caption(self: Any, row: Mapping[str, Any]) -> str:
+        """Return the caption of a sample's image, from its row of ``describe``; by default its ``sample_fields``."""
+        return ", ".join(f"{name} {row[name]}" for name in self.sample_fields)
+
+    # hftune show and hftune replay
+    def marked(self: Any, example: Any) -> list[tuple[str, bool]]:
+        """Return a sample as the model reads it, in pieces of text, each with whether the model learns to write it."""
+        return []
+
+    # hftune folds
+    fold_rows: ClassVar[Sequence[int] | None] = None
+    """If the eval split is one of several folds of the data: the number of each of its rows in the data; else None."""
+    fold_data: ClassVar[str | None] = None
+    """A digest of all rows that the folds are made of, by which folds of different data are told apart; None: not known."""
+
+    # hftune predict --data
+    read_columns: ClassVar[Mapping[str, str]] = {}
+    """Columns that were read of the data, by the fields that name them, such as {"text_column": "review"}: a property, known
+    after ``datasets``. Exports keep it: `hftune predict --data` prefers the same columns."""
+
+    def input_columns(self: Any) -> dict[str, str | None]:
+        """Return the columns of a table that make a raw input of ``predict``, each by the name that ``--map`` gives it.
+
+        None stands for a column that the recipe does not name; `hftune predict --data` then takes it if there is only one way.
+        By default those of its fields text_column, words_column, source_column, anchor_column and image_column:
+        ``{"text": "review"}`` for text_column: review.
+        """
+        given = {item.name: getattr(self, item.name) for item in fields(self)}
+        names = [name for name in ("text", "words", "source", "anchor", "image") if f"{name}_column" in given]
+        return {name: given[f"{name}_column"] for name in names}
+
+    def raw_inputs(self: Any, rows: Mapping[str, list]) -> list:
+        """Return the raw inputs of ``predict`` that some rows of a table hold: the values of each of the ``input_columns``.
+
+        By default the values of the only column, or tuples of the values of several, in the order of ``input_columns``.
+        """
+        columns = list(rows.values())
+        return list(columns[0]) if len(columns) == 1 else list(zip(*columns, strict=True))
+
+    def input_lengths(self: Any, inputs: list) -> list[int] | None:
+        """Return the length of each raw input, such as its tokens, to sort by it; None, the default: by characters."""
+        return None
+
+    # Model cards and MLflow
+    def transformers_pipeline(self: Any) -> dict[str, Any] | None:
+        """Return the arguments of a ``transformers.pipeline`` that loads what ``save`` wrote; None if there is none."""
+        return None
+
+    def example_inputs(self: Any) -> list:
+        """Return a few raw inputs for ``predict``; MLflow logs them with the model. Called after ``datasets``."""
+        return []
 
 
 class BatchLossTask(Task):

@@ -92,7 +92,7 @@ def base_of(task: Task, model: PreTrainedModel) -> tuple[str | None, str | None]
     if not name or getattr(task, "weights", None) or not base_tensors(model).keys().isdisjoint(drawn_parameters(model)):
         return None, None
     if (commit := getattr(task, "model_commit", None)) is not None:
-        return task.model, commit  # type: ignore[attr-defined]  # of the tasks that have a model_commit
+        return task.model, commit
     path = Path(name).expanduser()
     return str(path.absolute()) if path.is_dir() else name, None
 

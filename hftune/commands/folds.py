@@ -60,7 +60,7 @@ def fold_recipes(words: list[str], num_folds: int) -> list[Recipe]:
             f"-k {num_folds} must be at least 2: each fold is evaluated by a model that was trained on the others."
         )
     given = Recipe.from_argv(words)
-    if type(given.task).fold_rows is None:
+    if getattr(type(given.task), "fold_rows", None) is None:
         raise ConfigError(
             f"{type(given.task).__name__} cannot hold out folds: it does not say which rows they are (fold_rows)."
         )

@@ -47,9 +47,7 @@ def show_samples(recipe: Any, count: int) -> None:
     Raises:
         ConfigError: the task's samples are no texts.
     """
-    from hftune.task import Task
-
-    if type(recipe.task).marked is Task.marked:
+    if not hasattr(type(recipe.task), "marked"):
         raise ConfigError(f"--samples: {type(recipe.task).__name__} has no samples that can be shown as text.")
     from hftune.build import load_datasets
     from hftune.tracking.console import hide_progress_bars

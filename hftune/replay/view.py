@@ -255,7 +255,7 @@ def text_of(task: Task, example: Any) -> str:
         tokenizer = ask(task, "text_tokenizer", None)
     if tokenizer is not None:
         return " | ".join(tokenizer.decode(np.asarray(example[name]).tolist(), skip_special_tokens=True) for name in columns)
-    if type(task).marked is not Task.marked:
+    if hasattr(type(task), "marked"):
         return "".join(piece for piece, _ in ask(task, "marked", [], example))
     texts = [value for value in example.values() if isinstance(value, str)] if isinstance(example, Mapping) else []
     return " | ".join(texts)

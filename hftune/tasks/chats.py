@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hftune.config.keys import key
 from hftune.errors import ConfigError, DataError, did_you_mean
 from hftune.metrics.records import directions, rouge_names
+from hftune.task import Hooks
 from hftune.tasks.language_modeling import perplexity
 from hftune.tasks.text import NO_LABEL, SHOWN, TextTask, beginning, count_labels, head_loss, head_losses, pieces
 from hftune.tasks.validation import bound_problems
@@ -99,7 +100,7 @@ class Chats(TextTask):
         return directions("perplexity", *names, "mean_length", "empty_share")
 
     @property
-    def sample_fields(self) -> Sequence[str]:  # type: ignore[override]  # depends on generation
+    def sample_fields(self) -> Sequence[str]:
         return ("prompt", "answer", "perplexity" if self.generation is None else "generated")
 
     def validate(self) -> list[str]:
@@ -485,7 +486,7 @@ class Chats(TextTask):
         """Return what some rows of a table ask: texts, or lists of messages, which may be JSON text."""
         from hftune.data.messages import as_messages, without_nulls
 
-        return [as_messages(without_nulls(value)) for value in super().raw_inputs(rows)]
+        return [as_messages(without_nulls(value)) for value in Hooks.raw_inputs(self, rows)]
 
     def input_lengths(self, inputs: list) -> list[int] | None:
         return [len(self.prompt_ids(index, value)) for index, value in enumerate(inputs)]

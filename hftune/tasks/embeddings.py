@@ -79,7 +79,7 @@ class Embeddings(TextTask, BatchLossTask):
         return directions(*names)
 
     @property
-    def sample_fields(self) -> Sequence[str]:  # type: ignore[override]  # depends on score_column
+    def sample_fields(self) -> Sequence[str]:
         return ("anchor", "positive", *(("score", "similarity") if self.score_column is not None else ("nearest", "rank")))
 
     def validate(self) -> list[str]:

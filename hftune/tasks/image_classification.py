@@ -267,16 +267,16 @@ class ImageClassification(ImageTask):
         )
 
     @property
-    def fold_rows(self) -> list[int] | None:  # type: ignore[override]  # known only with the data
+    def fold_rows(self) -> list[int] | None:
         """Image in the data of each sample of the eval split, if that is a fold."""
         return list(self._sources["eval"].rows) if self.eval_fold else None
 
     @property
-    def read_columns(self) -> dict[str, str]:  # type: ignore[override]  # known only with the data
+    def read_columns(self) -> dict[str, str]:
         return {key.removeprefix("task."): column for key, column in self._sources["train"].columns.items()}
 
     @property
-    def fold_data(self) -> str | None:  # type: ignore[override]  # known only with the data
+    def fold_data(self) -> str | None:
         """Digest of the labels of all images: reading the images would take long."""
         from hftune.data.digest import content_digest
 

@@ -254,6 +254,10 @@ class ImageRestoration(ImageTask):
         check_same_network(self._saved_config(directory), self._network(), directory)
         return super().load(directory)
 
+    def input_columns(self) -> dict[str, str | None]:
+        mask = {} if self.mask_column is None else {"mask": self.mask_column}
+        return {"image": self.image_column, **mask}
+
     def predict(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
         """Restore pairs of image and mask, each a path, a Pillow image or a uint8 array. A row's ``image`` is a Pillow image.
 

@@ -386,6 +386,9 @@ class SequenceClassification(TextTask):
         every = {"top_k": None} if self.kind == "multi_label_classification" else {}
         return {"task": "text-classification", "truncation": True, "max_length": self.max_length, **every}
 
+    def input_columns(self) -> dict[str, str | None]:
+        return {"text": self.text_column} if self.text_columns is None else {column: column for column in self.text_columns}
+
     def example_inputs(self) -> list[Any]:
         """Return two texts or pairs, as ``predict`` takes them."""
         rows = self._rows.get("eval", self._rows["train"])[:2]

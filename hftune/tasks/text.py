@@ -212,7 +212,7 @@ class TextTask(Task):
         return [*zip(self._mixed.sizes(rows), self._mixed.weights, strict=True)]
 
     @property
-    def fold_rows(self) -> list[int] | None:  # type: ignore[override]  # known only with the data
+    def fold_rows(self) -> list[int] | None:
         """Row in the data of each sample of the eval split, if that is a fold."""
         from hftune.data.rows import row_numbers
 
@@ -220,7 +220,7 @@ class TextTask(Task):
         return None if rows is None else row_numbers(rows, range(len(rows)))
 
     @property
-    def fold_data(self) -> str | None:  # type: ignore[override]  # known only with the data
+    def fold_data(self) -> str | None:
         from hftune.data.rows import digest_of_all
 
         return digest_of_all(self._rows["eval"]) if self.eval_fold else None
@@ -266,7 +266,7 @@ class TextTask(Task):
         return self.columns(self._unchecked["train"])
 
     @property
-    def read_columns(self) -> dict[str, str]:  # type: ignore[override]  # known only with the data
+    def read_columns(self) -> dict[str, str]:
         return self._columns
 
     @property

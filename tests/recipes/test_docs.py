@@ -22,6 +22,7 @@ from hftune import Recipe, Task, cli, spark
 from hftune.commands.sweep_space import parse as parse_sweep
 from hftune.config import reference, sections
 from hftune.config.shipped_files import config_names
+from hftune.task import Hooks
 from tests.support.pages import (
     PAGES,
     ROOT,
@@ -294,7 +295,7 @@ def test_own_task_of_the_page_is_the_readmes():
 def test_methods_of_a_task_are_listed_with_their_arguments():
     cells = re.findall(r"^\| (`.+?`) \|", PAGES["docs/own-task.md"], flags=re.MULTILINE)
     listed = {word for cell in cells for word in re.findall(r"`([^`]+)`", cell)}
-    public = {name: item for name, item in vars(Task).items() if not name.startswith("_")}
+    public = {name: item for name, item in (vars(Task) | vars(Hooks)).items() if name[0] != "_"}
     own = {
         f"{name}({', '.join([*inspect.signature(item).parameters][1:])})" if inspect.isfunction(item) else name
         for name, item in public.items()

@@ -293,3 +293,23 @@ def test_a_model_that_a_single_sample_breaks_is_left_to_training():
     samples = [{"input": torch.randn(4), "labels": 0}, {"input": torch.randn(4), "labels": 1}]
     (notice,) = check_sums(task, Squeezed(), samples, None)
     assert notice.startswith("Pairs.loss was not checked, because one or two samples cannot be computed on the CPU ")
+
+
+def test_a_user_meets_twenty_members_and_a_hook_that_a_task_lacks_has_its_default():
+    assert len([name for name in dir(Task) if not name.startswith("_")]) == 20
+    task = Pairs()
+    assert (task.rows_per_sample, task.padded_length([2, 3]), task.fold_rows, task.augments) == (1, 5, None, False)
+    assert task.evaluation_inputs({"input": 1, "labels": 2}) == {"input": 1}
+    with pytest.raises(AttributeError, match="'Pairs' object has no attribute 'colour'"):
+        _ = task.colour
+
+
+class BrokenHook(Pairs):
+    @property
+    def class_names(self):
+        return self.nowhere
+
+
+def test_a_property_that_fails_says_why():
+    with pytest.raises(AttributeError, match="'nowhere'"):
+        _ = BrokenHook().class_names
