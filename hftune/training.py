@@ -34,8 +34,9 @@ from hftune.checkpoints.output_dir import PROFILE, OutputDir, TrainResult
 from hftune.checkpoints.resume import settle
 from hftune.checkpoints.train_state import Provenance, RestoredState
 from hftune.config import Recipe
+from hftune.data.digest import cached_row_hashes
 from hftune.data.row_hashes import NAME as ROWS
-from hftune.data.row_hashes import cached_hashes, root, write_rows
+from hftune.data.row_hashes import root, write_rows
 from hftune.distributed.consistency import code_of, fingerprint, named_code
 from hftune.distributed.devices import peak_flops
 from hftune.distributed.process_info import ProcessInfo
@@ -246,7 +247,7 @@ def keep_rows(run: Run, output: OutputDir) -> str | None:
     """Write rows.bin, and return the hash that stands for all rows of the training data, if there is one. Main process only."""
     run.strategy.progress.stage("hashing the rows of the training data")
     with marked_while_moving(run.strategy.progress):
-        hashes = cached_hashes(run.datasets["train"], run.provenance.digests["train data"])
+        hashes = cached_row_hashes(run.datasets["train"], run.provenance.digests["train data"])
     with explain_write_errors(output.path / ROWS):
         write_rows(output.path, hashes)
     return None if hashes is None else root(hashes)

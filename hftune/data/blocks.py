@@ -50,7 +50,7 @@ class Blocks(Sequence):
         return {"stream": self.stream, "kept": self.indices, "block_length": np.array([self.block_length])}
 
     def contents_by_row(self) -> dict[str, Iterator[np.ndarray]]:
-        """Return the tokens of each block; see hftune.data.row_contents."""
+        """Return the tokens of each block; see hftune.data.digest."""
         return {"tokens": (self.stream[start : start + self.block_length + 1] for start in self.indices * self.block_length)}
 
     @property
@@ -80,7 +80,7 @@ class JoinedBlocks(Sequence):
         return {f"{place}.{name}": value for place, part in enumerate(self.parts) for name, value in part.contents().items()}
 
     def contents_by_row(self) -> dict[str, Iterator[np.ndarray]]:
-        """Return the tokens of each block; see hftune.data.row_contents."""
+        """Return the tokens of each block; see hftune.data.digest."""
         return {"tokens": chain.from_iterable(part.contents_by_row()["tokens"] for part in self.parts)}
 
     def share_of(self, token: int) -> float:

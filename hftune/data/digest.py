@@ -1,16 +1,17 @@
-"""Hashes the content of data sets, to check that two machines, or a run and its resumption, have the same data.
+"""Hashes what a data set holds, as a whole and by row, to tell whether two machines, or two runs, have the same data.
 
-Only content is hashed: no path, time stamp or fingerprint, so that equal data in different folders have equal digests.
-Independent of tasks and processes.
+Only content is hashed: no path, time stamp or fingerprint, and not how Arrow keeps the rows, so that equal data in different
+folders have equal digests. Knows nothing of tasks and processes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import is_dataclass
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
+from hftune.data.cache import cached_arrays
+from hftune.data.row_hashes import BYTES
+from hftune.data.tokenized import Ragged
+from hftune.errors import DataError
+
 ROWS = 1000
 """Number of rows that are hashed together."""
 END_BYTES = 64 * 2**10
@@ -27,10 +33,14 @@ END_BYTES = 64 * 2**10
 different end (the last bytes of a PNG are a checksum of all its pixels)."""
 ARRAY_BYTES = 16 * 2**30
 """Of larger arrays, evenly spaced rows are hashed, about this many bytes in all. 16 GiB in memory take seconds."""
-SMALL = 2000
-"""Number of samples up to which a data set of an unknown kind is hashed completely."""
+MAX_READ = 2000
+"""Number of samples up to which a data set of an unknown kind is read completely."""
 SPREAD = 64
-"""Number of evenly spaced samples that are hashed of a larger one."""
+"""Number of evenly spaced samples that are read of a larger one."""
+MIN_CACHED_ROWS = 100_000
+"""Hashes of at least this many rows are cached; fewer take less than a second, unless they are files."""
+NULL = bytes(BYTES)
+"""The digest of a missing value."""
 
 
 def content_digest(dataset: Any) -> str:
@@ -38,7 +48,7 @@ def content_digest(dataset: Any) -> str:
 
     - ``datasets.Dataset``: all columns and rows, in order. For files of image columns see END_BYTES.
     - An object with a method ``contents()``: the arrays, sequences and data sets that it returns, by name.
-    - Anything else: all samples if it is a list or has at most SMALL; otherwise SPREAD samples, and all arrays, tensors and
+    - Anything else: all samples if it is a list or has at most MAX_READ; otherwise SPREAD samples, and all arrays, tensors and
       lists of numbers among the object's attributes that have one entry per sample, as labels do.
     """
     hasher = _Hasher()
@@ -71,29 +81,29 @@ class _Hasher:
 def _add(hasher: _Hasher, name: str, value: Any) -> None:
     if isinstance(value, datasets.Dataset):
         _add_rows(hasher, name, value)
-    elif (array := as_array(value)) is not None:
+    elif (array := _as_array(value)) is not None:
         _add_array(hasher, name, array)
     elif callable(contents := getattr(value, "contents", None)):
         for key, part in contents().items():
             _add(hasher, f"{name}.{key}", part)
-    elif isinstance(value, list | tuple) or len(value) <= SMALL:
+    elif isinstance(value, list | tuple) or len(value) <= MAX_READ:
         for index in range(len(value)):  # iterating over a data set without __iter__ need not end
-            add_sample(hasher, name, value[index])
+            _add_sample(hasher, name, value[index])
     else:
         for index in range(SPREAD):
-            add_sample(hasher, name, value[index * (len(value) - 1) // (SPREAD - 1)])
-        for key, part in attributes(value):
+            _add_sample(hasher, name, value[index * (len(value) - 1) // (SPREAD - 1)])
+        for key, part in _attributes(value):
             if isinstance(part, datasets.Dataset):
                 _add_rows(hasher, f"{name}.{key}", part)
-            elif _length(part) == len(value) and (array := as_array(part)) is not None:
+            elif _length(part) == len(value) and (array := _as_array(part)) is not None:
                 _add_array(hasher, f"{name}.{key}", array)
             elif isinstance(part, list | tuple) and len(part) == len(value) and not isinstance(part[0], str | Path):
                 # Texts may be paths, which differ between machines; the samples above must suffice.
                 for sample in part:
-                    add_sample(hasher, f"{name}.{key}", sample)
+                    _add_sample(hasher, f"{name}.{key}", sample)
 
 
-def attributes(value: Any) -> Iterator[tuple[str, Any]]:
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     for key, part in sorted(getattr(value, "__dict__", {}).items()):
         yield key, part
         if isinstance(part, list | tuple) and len(part) != len(value):  # such as TensorDataset's tensors
@@ -107,7 +117,7 @@ def _length(value: Any) -> int | None:
         return None
 
 
-def as_array(value: Any) -> np.ndarray | None:
+def _as_array(value: Any) -> np.ndarray | None:
     """Return an array, a tensor, or a list of plain numbers as an array; None for everything else."""
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject else value
@@ -130,27 +140,27 @@ def _add_array(hasher: Hasher, name: str, array: np.ndarray) -> None:
         hasher.add(name, np.ascontiguousarray(rows[start : start + each]).view(np.uint8).reshape(-1).data)
 
 
-def add_sample(hasher: Hasher, name: str, sample: Any) -> None:
+def _add_sample(hasher: Hasher, name: str, sample: Any) -> None:
     """Hash a sample of an unknown kind: arrays by their bytes, containers item by item, everything else by its repr."""
     if isinstance(sample, Mapping):
         for key, value in sample.items():
             hasher.add(name, f"{key!r}:")
-            add_sample(hasher, name, value)
+            _add_sample(hasher, name, value)
     elif isinstance(sample, str | bytes):
         hasher.add(name, f"{type(sample).__name__}{len(sample)}:")
         hasher.add(name, sample)
-    elif (array := as_array(sample)) is not None:
+    elif (array := _as_array(sample)) is not None:
         _add_array(hasher, name, array)
     elif isinstance(sample, list | tuple):
         hasher.add(name, f"{len(sample)} items:")
         for item in sample:
-            add_sample(hasher, name, item)
+            _add_sample(hasher, name, item)
     elif isinstance(sample, bool | int | float | np.generic | None):
         hasher.add(name, f"{sample!r};")
     elif hasattr(sample, "tobytes"):  # Pillow's images
         hasher.add(name, sample.tobytes())
     elif is_dataclass(sample):
-        add_sample(hasher, name, vars(sample))
+        _add_sample(hasher, name, vars(sample))
     else:  # repr might hold an address
         hasher.add(name, type(sample).__qualname__)
 
@@ -161,18 +171,12 @@ def _add_rows(hasher: _Hasher, name: str, rows: datasets.Dataset) -> None:
     # In batches from row 0, each column in one piece: the result must not depend on the chunks of Arrow files.
     for batch in rows.with_format("arrow").iter(ROWS):
         for column in batch.column_names:
-            values = batch.column(column)
-            _add_column(
-                hasher, f"{name}.{column}", pa.concat_arrays(values.chunks) if len(values.chunks) > 1 else values.chunk(0)
-            )
+            _add_column(hasher, f"{name}.{column}", _in_one_piece(batch.column(column)))
 
 
 def _add_column(hasher: _Hasher, name: str, column: pa.Array) -> None:
     """Hash the values of an Arrow array, but not what its buffers hold before, after and between them."""
-    if isinstance(column, pa.ExtensionArray):
-        column = column.storage
-    if isinstance(column, pa.DictionaryArray):
-        column = column.dictionary_decode()
+    column = _plain(column)
     hasher.add(f"{name} nulls", f"{column.null_count} of {len(column)};")
     if column.null_count:
         hasher.add(f"{name} nulls", column.is_valid().cast(pa.uint8()).to_numpy().tobytes())
@@ -180,50 +184,249 @@ def _add_column(hasher: _Hasher, name: str, column: pa.Array) -> None:
     kind = column.type
     if pa.types.is_null(kind) or len(column) == 0:
         return
-    if pa.types.is_struct(kind):
-        if {field.name for field in kind} == {"bytes", "path"}:  # as datasets stores images and audio
-            _add_files(hasher, name, column)
-            return
+    if _is_file(kind):
+        data = column.field("bytes")
+        if data.null_count == 0:  # their path only tells where they were packed, if anything
+            _add_column(hasher, name, data)
+        else:
+            for content in _file_contents(column):
+                hasher.add(name, xxhash.xxh3_128_digest(content))
+    elif pa.types.is_struct(kind):
         for index, field in enumerate(kind):
             _add_column(hasher, f"{name}.{field.name}", pc.struct_field(column, [index]))
-    elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    elif _is_list(kind):
         if not pa.types.is_fixed_size_list(kind):
             hasher.add(f"{name} lengths", pc.list_value_length(column).cast(pa.int64()).to_numpy().tobytes())
         _add_column(hasher, f"{name}.item", column.flatten())
-    elif (
-        pa.types.is_string(kind) or pa.types.is_binary(kind) or pa.types.is_large_string(kind) or pa.types.is_large_binary(kind)
-    ):
+    elif _is_text(kind):
         hasher.add(f"{name} lengths", pc.binary_length(column).cast(pa.int64()).to_numpy().tobytes())
-        wide = pa.types.is_large_string(kind) or pa.types.is_large_binary(kind)
-        _, offsets, data = column.buffers()
-        first, last = np.frombuffer(offsets, np.int64 if wide else np.int32)[[column.offset, column.offset + len(column)]]
-        if data is not None:
-            hasher.add(name, memoryview(data)[first:last])
-    elif pa.types.is_boolean(kind):  # bits, eight to a byte
-        hasher.add(name, column.cast(pa.uint8()).to_numpy().tobytes())
-    elif pa.types.is_primitive(kind) or pa.types.is_decimal(kind) or pa.types.is_fixed_size_binary(kind):
-        width = kind.bit_width // 8
-        hasher.add(name, memoryview(column.buffers()[1])[column.offset * width : (column.offset + len(column)) * width])
+        data, offsets = _text_bytes(column)
+        hasher.add(name, data[offsets[0] : offsets[-1]])
+    elif _is_number(kind):
+        hasher.add(name, _number_bytes(column)[0])
     else:  # maps, unions, views: rare, and small enough for repr
         hasher.add(name, repr(column.to_pylist()))
 
 
-def _add_files(hasher: _Hasher, name: str, column: pa.Array) -> None:
-    data = pc.struct_field(column, [0 if column.type[0].name == "bytes" else 1])
-    if data.null_count == 0:  # their path only tells where they were packed, if anything
-        _add_column(hasher, name, data)
-        return
+def row_hashes(dataset: Any) -> np.ndarray | None:
+    """Hash the content of each row of a data set: equal rows have equal hashes, wherever they lie.
+
+    A cryptographic hash, unlike ``content_digest``: nobody can make another row with the hash of one that is recorded.
+
+    - ``datasets.Dataset``, arrays: their rows.
+    - An object with a method ``contents_by_row()``: the tables, arrays, Ragged or sequences that it returns, by name, each with
+      one entry for each row.
+    - Anything else: its samples if it is a list or has at most MAX_READ; otherwise what among its attributes has one entry for
+      each sample, as labels do.
+
+    Returns:
+        (N, 16) uint8; None for a large data set of the user's own whose rows are known only by reading all of them.
+
+    Raises:
+        DataError: ``contents_by_row()`` does not have an entry for each row.
+    """
+    contents = _contents_by_row(dataset)
+    if not contents:
+        return None
+    digests = _joined({name: _digests(part) for name, part in contents.items()})
+    hashes = np.fromiter(digests, f"S{BYTES}").view(np.uint8).reshape(-1, BYTES)  # without millions of objects at once
+    if len(hashes) != len(dataset):
+        raise DataError(
+            f"contents_by_row() of {type(dataset).__name__} has {len(hashes):,} entries for {len(dataset):,} samples. It must "
+            "have one for each."
+        )
+    return hashes
+
+
+def cached_row_hashes(dataset: Any, digest: str) -> np.ndarray | None:
+    """Return ``row_hashes``, those of many rows from the cache of prepared data.
+
+    Args:
+        digest: the data set's ``content_digest``.
+
+    Raises:
+        ConfigError: see ``cached_arrays``.
+    """
+    # What contents_by_row() of the user's own says is not in a digest without contents(), and may change under it.
+    is_in_digest = not hasattr(dataset, "contents_by_row") or hasattr(dataset, "contents")
+    if len(dataset) < MIN_CACHED_ROWS or not is_in_digest:
+        return row_hashes(dataset)
+
+    def make() -> dict[str, np.ndarray]:
+        hashes = row_hashes(dataset)
+        return {} if hashes is None else {"hashes": hashes}
+
+    return cached_arrays(["row hashes", digest], make).get("hashes")
+
+
+def _contents_by_row(dataset: Any) -> Mapping[str, Any] | None:
+    if isinstance(dataset, datasets.Dataset) or _as_array(dataset) is not None:
+        return {"": dataset}
+    if callable(known := getattr(dataset, "contents_by_row", None)):
+        return known()
+    if isinstance(dataset, list | tuple) or len(dataset) <= MAX_READ:
+        return {"": (dataset[index] for index in range(len(dataset)))}  # without __iter__, iterating over it need not end
+    return {name: part for name, part in _attributes(dataset) if _is_by_row(part, len(dataset))}
+
+
+def _is_by_row(part: Any, count: int) -> bool:
+    """Return whether an attribute has an entry for each row. Lists of texts do not count: they may be paths."""
+    if isinstance(part, list | tuple):
+        return len(part) == count and not isinstance(part[0], str | os.PathLike)
+    is_known = isinstance(part, datasets.Dataset | Ragged) or _as_array(part) is not None
+    return is_known and getattr(part, "shape", None) != () and len(part) == count
+
+
+def _joined(columns: Mapping[str, Iterable[bytes]]) -> Iterator[bytes]:
+    """Yield a digest for each row from those of its columns; their order does not count, but their names do."""
+    names = sorted(columns)
+    of_names = sha256(repr(names).encode())
+    for parts in zip(*(columns[name] for name in names), strict=True):
+        hasher = of_names.copy()
+        hasher.update(b"".join(parts))
+        yield hasher.digest()[:BYTES]
+
+
+def _digests(part: Any) -> Iterable[bytes]:
+    """Return the digest of each entry of something with one entry for each row."""
+    if isinstance(part, datasets.Dataset):
+        return _table_digests(part)
+    if isinstance(part, Ragged):
+        data = np.ascontiguousarray(part.flat).view(np.uint8).data
+        return _span_digests(data, part.offsets.astype(np.int64) * part.flat.itemsize)
+    if (array := _as_array(part)) is not None:
+        return _array_digests(array)
+    return map(_sample_digest, part)
+
+
+def _digest(data: Any) -> bytes:
+    return sha256(data).digest()[:BYTES]
+
+
+def _span_digests(data: memoryview, offsets: np.ndarray) -> list[bytes]:
+    """Hash the bytes from ``offsets[k]`` up to ``offsets[k + 1]`` for each k."""
+    # Slices of a memoryview cost less than those of an array.
+    return [_digest(data[start:stop]) for start, stop in pairwise(offsets.tolist())]
+
+
+def _sample_digest(sample: Any) -> bytes:
+    hasher = _SampleHasher()
+    _add_sample(hasher, "", sample)
+    return hasher.sha.digest()[:BYTES]
+
+
+class _SampleHasher:
+    """Takes in a sample as one stream."""
+
+    def __init__(self):
+        self.sha = sha256()
+
+    def add(self, name: str, data: Any) -> None:
+        self.sha.update(data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data)
+
+
+def _array_digests(array: np.ndarray) -> Iterator[bytes]:
+    """Hash the rows of an array; of an array larger than ARRAY_BYTES, such as pixels on a disk, their beginnings and ends."""
+    width = array.nbytes // max(len(array), 1)
+    end = width if array.nbytes <= ARRAY_BYTES else ARRAY_BYTES // len(array) // 2
+    each = max(1, 2**24 // max(width, 1))
+    for first in range(0, len(array), each):
+        rows = np.ascontiguousarray(array[first : first + each])
+        content = rows.reshape(-1).view(np.uint8).data
+        for start in range(0, len(rows) * width, width) if width else [0] * len(rows):
+            row = content[start : start + width]
+            yield _digest(row if end >= width else bytes(row[:end]) + row[-end:])
+
+
+def _table_digests(rows: datasets.Dataset) -> Iterator[bytes]:
+    for batch in rows.with_format("arrow").iter(ROWS):
+        yield from _joined({name: _column_digests(_in_one_piece(batch.column(name))) for name in batch.column_names})
+
+
+def _column_digests(column: pa.Array) -> list[bytes]:
+    """Hash each value of an Arrow array."""
+    column = _plain(column)
+    kind = column.type
+    if column.null_count:
+        present = iter(_column_digests(column.drop_null()))
+        return [next(present) if is_valid else NULL for is_valid in column.is_valid().to_pylist()]
+    if len(column) == 0:
+        return []
+    if _is_file(kind):
+        return [*map(_digest, _file_contents(column))]
+    if pa.types.is_struct(kind) and kind.num_fields:
+        fields = {field.name: pc.struct_field(column, [index]) for index, field in enumerate(kind)}
+        return [*_joined({name: _column_digests(field) for name, field in fields.items()})]
+    if _is_list(kind):
+        data, width = _item_bytes(column.flatten())
+        return _span_digests(data, np.cumsum([0, *pc.list_value_length(column).to_numpy().astype(np.int64)]) * width)
+    if _is_text(kind):
+        return _span_digests(*_text_bytes(column))
+    if _is_number(kind):
+        data, width = _number_bytes(column)
+        return _span_digests(data, np.arange(len(column) + 1) * width)
+    return [_digest(repr(value).encode()) for value in column.to_pylist()]  # maps, unions, views
+
+
+def _item_bytes(column: pa.Array) -> tuple[memoryview, int]:
+    """Return the items of lists, all in one width, and the width in bytes: numbers as they are, anything else hashed."""
+    if _is_number(column.type) and not column.null_count and len(column):
+        return _number_bytes(column)
+    return memoryview(b"".join(_column_digests(column))), BYTES
+
+
+def _in_one_piece(values: pa.ChunkedArray) -> pa.Array:
+    return pa.concat_arrays(values.chunks) if len(values.chunks) > 1 else values.chunk(0)
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    """Return the values themselves, without an extension type or a dictionary."""
+    if isinstance(column, pa.ExtensionArray):
+        column = column.storage
+    return column.dictionary_decode() if isinstance(column, pa.DictionaryArray) else column
+
+
+def _is_file(kind: pa.DataType) -> bool:
+    """Return whether these are files as datasets stores images and audio."""
+    return pa.types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return kind in (pa.string(), pa.binary(), pa.large_string(), pa.large_binary())
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    is_plain = pa.types.is_primitive(kind) and not pa.types.is_null(kind)
+    return is_plain or pa.types.is_decimal(kind) or pa.types.is_fixed_size_binary(kind)
+
+
+def _number_bytes(column: pa.Array) -> tuple[memoryview, int]:
+    """Return the bytes of numbers, and how many each has."""
+    if pa.types.is_boolean(column.type):  # bits, eight to a byte
+        column = column.cast(pa.uint8())
+    width = column.type.bit_width // 8
+    return memoryview(column.buffers()[1])[column.offset * width : (column.offset + len(column)) * width], width
+
+
+def _text_bytes(column: pa.Array) -> tuple[memoryview, np.ndarray]:
+    """Return a buffer of texts, and where in it each of them begins; at the end, where the last one ends."""
+    is_large = column.type in (pa.large_string(), pa.large_binary())
+    _, offsets, data = column.buffers()
+    starts = np.frombuffer(offsets, np.int64 if is_large else np.int32)[column.offset : column.offset + len(column) + 1]
+    return memoryview(data or b""), starts
+
+
+def _file_contents(column: pa.Array) -> Iterator[bytes]:
+    """Yield what is hashed of each file: its bytes if they are in the table, otherwise see END_BYTES."""
     with ThreadPoolExecutor(8) as threads:
-        for digest in threads.map(_file_digest, column.to_pylist()):
-            hasher.add(name, digest)
+        yield from threads.map(_file_content, column.to_pylist())
 
 
-def _file_digest(stored: Mapping[str, Any]) -> bytes:
-    return xxhash.xxh3_128_digest(file_content(stored))
-
-
-def file_content(stored: Mapping[str, Any]) -> bytes:
-    """Return what is hashed of a file as datasets stores it: its bytes if they are in the table, otherwise see END_BYTES."""
+def _file_content(stored: Mapping[str, Any]) -> bytes:
     if stored["bytes"] is not None:
         return stored["bytes"]
     path = Path(stored["path"])

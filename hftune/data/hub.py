@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: full names of repositories, revisions resolved to commits, downloads, and messages for failures.
+"""The Hugging Face Hub: names of repositories, revisions resolved to commits, downloads, and messages for failures.
 
 Independent of tasks. huggingface_hub is imported inside the functions, so that names can be checked without waiting for it.
 """
@@ -11,49 +11,9 @@ from typing import Any
 
 from hftune.errors import ConfigError, DataError, did_you_mean
 
-_OWNERS = {
-    "google-bert": [
-        *("bert-base-cased", "bert-base-uncased", "bert-large-cased", "bert-large-uncased", "bert-base-chinese"),
-        *("bert-base-multilingual-cased", "bert-base-multilingual-uncased", "bert-base-german-cased"),
-    ],
-    "distilbert": [
-        *("distilbert-base-cased", "distilbert-base-uncased", "distilbert-base-multilingual-cased", "distilroberta-base"),
-        *("distilgpt2", "distilbert-base-uncased-finetuned-sst-2-english"),
-    ],
-    "FacebookAI": ["roberta-base", "roberta-large", "roberta-large-mnli", "xlm-roberta-base", "xlm-roberta-large"],
-    "openai-community": ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "openai-gpt"],
-    "google-t5": ["t5-small", "t5-base", "t5-large", "t5-3b", "t5-11b"],
-    "albert": [f"albert-{size}-v{version}" for size in ("base", "large", "xlarge", "xxlarge") for version in (1, 2)],
-    "xlnet": ["xlnet-base-cased", "xlnet-large-cased"],
-    "almanach": ["camembert-base"],
-}
-_DATASET_OWNERS = {
-    "Yelp": ["yelp_review_full"],
-    "fancyzhx": ["yelp_polarity", "ag_news", "dbpedia_14", "amazon_polarity"],
-    "ylecun": ["mnist"],
-    "zalando-datasets": ["fashion_mnist"],
-    "uoft-cs": ["cifar10", "cifar100"],
-    "stanfordnlp": ["imdb", "sst2", "snli"],
-    "nyu-mll": ["glue"],
-    "aps": ["super_glue"],
-    "rajpurkar": ["squad", "squad_v2"],
-    "Salesforce": ["wikitext"],
-    "cornell-movie-review-data": ["rotten_tomatoes"],
-    "dair-ai": ["emotion"],
-    "EdinburghNLP": ["xsum"],
-    "abisee": ["cnn_dailymail"],
-    "csebuetnlp": ["xlsum"],
-    "Skylion007": ["openwebtext"],
-    "ethz": ["food101"],
-    "CogComp": ["trec"],
-}
-FULL_NAMES = {
-    kind: {name: f"{owner}/{name}" for owner, names in owners.items() for name in names}
-    for kind, owners in {"model": _OWNERS, "dataset": _DATASET_OWNERS}.items()
-}
-"""Full names of well-known repositories, by kind and old name without owner. The Hub redirects models, but not data sets."""
 ERRORS = {"model": ConfigError, "dataset": DataError}
 _NOUNS = {"model": "model", "dataset": "data set"}
+_EXAMPLES = {"model": "google-bert/bert-base-cased", "dataset": "Yelp/yelp_review_full"}
 
 
 def name_problems(key: str, name: str, kind: str, others: Sequence[str] = ()) -> Iterator[str]:
@@ -64,16 +24,12 @@ def name_problems(key: str, name: str, kind: str, others: Sequence[str] = ()) ->
         kind: "model" or "dataset".
         others: other values that the key takes, such as file formats.
     """
-    if "/" in name:
-        return
-    if full := FULL_NAMES[kind].get(name):
-        yield f"{key}={name} has no owner. Its full name on the Hub is {key}={full}."
-        return
-    hint = did_you_mean(name, [*others, *FULL_NAMES[kind]])
-    for legacy, full in FULL_NAMES[kind].items():
-        hint = hint.replace(f"{legacy!r}", f"{full!r}")
-    kinds = f"one of {', '.join(others)} nor " if others else ""
-    yield f"{key}={name} is not {kinds}a folder on this machine, and names on the Hub are owner/name.{hint}"
+    if "/" not in name:
+        kinds = f"one of {', '.join(others)} nor " if others else ""
+        yield (
+            f"{key}={name} is not {kinds}a folder on this machine, and names on the Hub are owner/name, such as "
+            f"{_EXAMPLES[kind]}.{did_you_mean(name, others)}"
+        )
 
 
 def commit_of(kind: str, name: str, revision: str | None, key: str, instead: str = "") -> str:

@@ -127,7 +127,7 @@ class Images:
         return {"pixels": self.pixels_NHWC, "labels": self.labels}
 
     def contents_by_row(self) -> dict[str, Any]:
-        """Return the content of each sample; see hftune.data.row_contents."""
+        """Return the content of each sample; see hftune.data.digest."""
         return self.contents()
 
 
@@ -157,7 +157,7 @@ class SeveralSizes:
         return {"pixels": self.pixels, "shapes": self.shapes_N3, "labels": self.labels}
 
     def contents_by_row(self) -> dict[str, Any]:
-        """Return the content of each sample; see hftune.data.row_contents."""
+        """Return the content of each sample; see hftune.data.digest."""
         pixels = Ragged(self.pixels, np.concatenate([[0], self._ends_N]))
         return {"pixels": pixels, "shapes": self.shapes_N3, "labels": self.labels}
 

@@ -78,7 +78,7 @@ class Pictures:
         return {"rows": self.rows}
 
     def contents_by_row(self) -> dict[str, Any]:
-        """Return the content of each sample; see hftune.data.row_contents."""
+        """Return the content of each sample; see hftune.data.digest."""
         return self.contents()
 
     def name_of(self, index: int) -> str:

@@ -132,7 +132,7 @@ class Texts(Sequence):
         return self._arrays
 
     def contents_by_row(self) -> Mapping[str, Ragged | np.ndarray]:
-        """Return the columns; see hftune.data.row_contents."""
+        """Return the columns; see hftune.data.digest."""
         return self._columns
 
 

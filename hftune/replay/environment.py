@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hftune.data.row_hashes import read_rows, row_hashes
+from hftune.data.digest import row_hashes
+from hftune.data.row_hashes import read_rows
 from hftune.distributed.consistency import fingerprint
 from hftune.replay.differences import KINDS, Difference, Rows, differences_between, row_difference
 from hftune.tracking.hardware import hardware

@@ -22,7 +22,8 @@ from torch import Tensor
 from hftune.batch_plan import BatchPlan
 from hftune.checkpoints.checkpointer import Checkpoint
 from hftune.checkpoints.export import export, read_about
-from hftune.data.row_hashes import read_rows, row_hashes
+from hftune.data.digest import row_hashes
+from hftune.data.row_hashes import read_rows
 from hftune.distributed.consistency import fingerprint
 from hftune.errors import ConfigError
 from hftune.models.weights import weights_digest

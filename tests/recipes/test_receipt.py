@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from hftune import Recipe, cli
 from hftune.checkpoints.checkpointer import tensor_hashes
 from hftune.commands.verify_receipt import NAME_WIDTH
-from hftune.data.row_hashes import root, row_hashes, write_rows
+from hftune.data.digest import row_hashes
+from hftune.data.row_hashes import root, write_rows
 from hftune.replay.ledger import read_ledger
 from hftune.replay.receipt import make_receipt, path_of, read_receipt, write_receipt
 from tests.support.runs import SMALL, train_on

@@ -42,7 +42,6 @@ DOORS = {"__init__", "run", "cli", "doctor", "spark"}
 CORE_THAT_STILL_IMPORTS_A_WING = {"loop", "training"}
 """Shrinks to nothing: report and card become callbacks, which the core finds by their names."""
 CIRCLES_THAT_ARE_LEFT = {
-    frozenset({"data.row_contents", "data.row_hashes"}),
     frozenset({"replay.engine", "replay.leaving_out", "replay.samples"}),
     frozenset({"commands.sweep", "commands.sweep_optuna"}),
     frozenset({"commands.bisect_candidates", "commands.bisect_runs"}),

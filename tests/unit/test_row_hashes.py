@@ -8,11 +8,12 @@ import pytest
 import torch
 from PIL import Image
 
-from hftune.data import row_contents
+from hftune.data import digest
 from hftune.data.blocks import Blocks, JoinedBlocks
+from hftune.data.digest import cached_row_hashes, row_hashes
 from hftune.data.images import Images, SeveralSizes
 from hftune.data.pictures import load_pictures
-from hftune.data.row_hashes import NAME, cached_hashes, read_rows, root, row_hashes, write_rows
+from hftune.data.row_hashes import NAME, read_rows, root, write_rows
 from hftune.data.tokenized import Texts
 from hftune.errors import ConfigError, DataError
 
@@ -78,7 +79,7 @@ def test_how_arrow_keeps_the_same_rows_does_not_show(tmp_path):
 
 def test_rows_of_every_kind_of_data_set_are_told_apart(monkeypatch):
     """Those that are ours are never read sample by sample, however large they are."""
-    monkeypatch.setattr(row_contents, "SMALL", 2)
+    monkeypatch.setattr(digest, "MAX_READ", 2)
     tokens = np.arange(100, dtype=np.int32)
     other = tokens.copy()
     other[45] += 1
@@ -144,7 +145,7 @@ def test_of_arrays_too_large_to_be_read_the_ends_of_each_row_count(monkeypatch):
     pixels = np.zeros((4, 100), np.uint8)
     spotted = pixels.copy()
     spotted[1, 5] = spotted[2, 50] = spotted[3, 95] = 1
-    monkeypatch.setattr(row_contents, "ARRAY_BYTES", 80)
+    monkeypatch.setattr(digest, "ARRAY_BYTES", 80)
     assert different(pixels, spotted) == [1, 3]
 
 
@@ -159,12 +160,12 @@ def test_what_is_written_is_read_back(tmp_path):
 
 
 def test_hashes_of_many_rows_are_kept_in_the_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("hftune.data.row_hashes.CACHED_ROWS", 3)
+    monkeypatch.setattr("hftune.data.digest.MIN_CACHED_ROWS", 3)
     monkeypatch.setattr("hftune.data.cache.cache_dir", lambda: tmp_path)
-    expected = cached_hashes([[1], [2], [3]], "all:2")
-    monkeypatch.setattr("hftune.data.row_hashes.row_hashes", lambda dataset: None)
-    assert (cached_hashes([[1], [2], [3]], "all:2") == expected).all()
-    assert cached_hashes([[1], [2], [3]], "all:3") is None
+    expected = cached_row_hashes([[1], [2], [3]], "all:2")
+    monkeypatch.setattr("hftune.data.digest.row_hashes", lambda dataset: None)
+    assert (cached_row_hashes([[1], [2], [3]], "all:2") == expected).all()
+    assert cached_row_hashes([[1], [2], [3]], "all:3") is None
 
 
 def test_a_data_set_of_ones_own_can_say_what_belongs_to_a_row(tmp_path, monkeypatch):
@@ -175,9 +176,9 @@ def test_a_data_set_of_ones_own_can_say_what_belongs_to_a_row(tmp_path, monkeypa
     renamed = Named([0] * 5000)
     renamed.files[4321] += ".png"
     assert different(Named([0] * 5000), renamed) == [4321]
-    monkeypatch.setattr("hftune.data.row_hashes.CACHED_ROWS", 3)
+    monkeypatch.setattr("hftune.data.digest.MIN_CACHED_ROWS", 3)
     monkeypatch.setattr("hftune.data.cache.cache_dir", lambda: tmp_path)
-    one, other = (cached_hashes(dataset, "all:5") for dataset in (Named([0] * 5000), renamed))  # which reads 64 samples
+    one, other = (cached_row_hashes(dataset, "all:5") for dataset in (Named([0] * 5000), renamed))  # which reads 64 samples
     assert np.flatnonzero((one != other).any(1)).tolist() == [4321]
     renamed.files.pop(), renamed.labels.pop()
     with pytest.raises(DataError, match=r"contents_by_row\(\) of Named has 4,999 entries for 5,000 samples"):
