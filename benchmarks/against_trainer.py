@@ -37,7 +37,7 @@ SMALL_RESNET = (
 )
 COMMON = (
     *("train.micro_batch_tokens=null", "train.batch_size=32", "train.micro_batch_size=32", "train.mixed_precision=no"),
-    *("train.log_every=50", "checkpoint.every=null", "train.num_workers=0", "resume=never"),
+    *("train.log_every=50", "checkpoint.every=never", "train.num_workers=0", "resume=never"),
 )
 
 

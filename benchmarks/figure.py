@@ -44,7 +44,7 @@ ROWS = 8
 WORDS = (
     *("task.model_config.hidden_dropout_prob=0.1", "task.model_config.attention_probs_dropout_prob=0.1"),
     *(f"train.batch_size={GLOBAL_BATCH}", f"train.micro_batch_size={ROWS}", "train.micro_batch_tokens=null"),
-    *("train.log_every=1", "checkpoint.every=null"),
+    *("train.log_every=1", "checkpoint.every=never"),
 )
 COLOURS = {1: "#9ecae1", 2: "#f28e2b", 4: "#1f3b73"}
 WIDTHS = {1: 5.0, 2: 2.6, 4: 1.0}

@@ -26,7 +26,7 @@ SMALL = (
     "task.model_config={model_type: bert, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 2, "
     "intermediate_size: 128, hidden_dropout_prob: 0.1, attention_probs_dropout_prob: 0.1, initializer_range: 0.1}",
     *("task.max_length=128", "task.max_eval_samples=101", "train.batch_size=16", "train.lr=5e-5", "train.log_every=1"),
-    *("train.micro_batch_tokens=null", "checkpoint.every=null"),
+    *("train.micro_batch_tokens=null", "checkpoint.every=never"),
 )
 NO_DROPOUT = ("task.model_config.hidden_dropout_prob=0.0", "task.model_config.attention_probs_dropout_prob=0.0")
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}

@@ -28,7 +28,7 @@ MODELS = {
     "gpt2": f"{{model_type: gpt2, {SIZES}, resid_pdrop: 0.1, embd_pdrop: 0.1, attn_pdrop: 0.1",
     "llama": f"{{model_type: llama, {SIZES}, intermediate_size: 128, num_key_value_heads: 4, attention_dropout: 0.1",
 }
-SETTINGS = ("train.lr=1.0", "train.micro_batch_size=4", "train.batch_size=32", "train.log_every=1", "checkpoint.every=null")
+SETTINGS = ("train.lr=1.0", "train.micro_batch_size=4", "train.batch_size=32", "train.log_every=1", "checkpoint.every=never")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 LAYOUTS = {"2x1": (2, 1), "4x1": (4, 1), "1x2": (2, 2), "2x2": (4, 2), "1x4": (4, 4)}
 """Processes, and stages of each pipeline; the names say replicas x stages."""

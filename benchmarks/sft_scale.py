@@ -35,7 +35,7 @@ WORDS = (
     "task.model_config={model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
     "num_attention_heads: 2, num_key_value_heads: 2, max_position_embeddings: 128, initializer_range: 0.1, "
     "tie_word_embeddings: false}",
-    *("task.generation=null", "task.max_eval_samples=4", "eval.metric=loss", "eval.every=never", "checkpoint.every=null"),
+    *("task.generation=null", "task.max_eval_samples=4", "eval.metric=loss", "eval.every=never", "checkpoint.every=never"),
     *(f"train.batch_size={BATCH_SIZE}", "train.micro_batch_tokens=null", "train.log_every=1"),
     *("train.weight_decay=0", "train.schedule=constant", "train.warmup_ratio=0"),
 )

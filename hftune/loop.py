@@ -231,7 +231,7 @@ def skip_step(run: Run) -> None:
 def is_log_due(run: Run) -> bool:
     """Say whether ``train.log_every`` asks for a record of this step."""
     step = run.state.step
-    return step == 1 or step % run.recipe.train.log_every == 0 or step == run.num_steps
+    return step in (1, run.num_steps) or run.recipe.train.log_interval.falls_on(step, run.plan.num_steps)
 
 
 def log_step(run: Run, loss: float, grad_norm: float, lr: float) -> None:
@@ -266,11 +266,11 @@ def checkpoint_is_due(run: Run) -> bool:
 
 
 def checkpoint_is_late(run: Run) -> bool:
-    """Say whether ``checkpoint.every_s`` asks for one after this step. The main process decides; its sums tell the others."""
-    every_s = run.recipe.checkpoint.every_s
-    if every_s is None or not run.strategy.is_main:
+    """Say whether a time in ``checkpoint.every`` has passed. The main process decides; its sums tell the others."""
+    seconds = run.recipe.checkpoint.interval.seconds
+    if seconds is None or not run.strategy.is_main:
         return False
-    return time.monotonic() - run.saved >= every_s and not run.checkpointer.is_writing
+    return time.monotonic() - run.saved >= seconds and not run.checkpointer.is_writing
 
 
 def save_checkpoint(run: Run) -> None:

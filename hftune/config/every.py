@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 _UNITS = {"s": 1, "min": 60, "h": 3600}
-_EPOCHS = re.compile(r"(?:([1-9]\d*) epochs?|epoch)")
+_EPOCHS = re.compile(r"(?:([1-9]\d*) ?epochs?|epoch)")
 _TIME = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
 PATTERN = rf"^({_EPOCHS.pattern}|{_TIME.pattern})$"
 """Of the texts that it can be, besides "never"."""

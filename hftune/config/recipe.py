@@ -274,6 +274,7 @@ class Recipe(RunConfig):
         """Return whether ``load`` refuses what ``to_yaml`` returns without ``trust_code``; its trackers are not considered."""
         values = {key: value for key, value in self.to_dict().items() if key != "track"}
         named = [*_code_of_task(self.task), *code_of_sections(self.train, self.eval, TrackConfig())]
+        named += _code_of_callbacks(self.callbacks)
         return bool(named) or not is_own(f"{type(self.task).__module__}.") or _task_reads_environment(values)
 
     def environment_digests(self) -> dict[str, str]:
@@ -526,6 +527,7 @@ def _build(layers: list[_Layer], default_name: str, trust_code: bool = True) -> 
     for key, name in [
         *_code_of_task(sections["task"]),
         *code_of_sections(sections["train"], sections["eval"], sections["track"]),
+        *_code_of_callbacks(sections["top"].callbacks),
     ]:
         _check_code(key, name, source.origins.get(key, ""), layers, trust_code)
     source.as_written = dict(_texts_from_environment(schema, sections))
@@ -632,6 +634,10 @@ def _code_of_task(task: Task) -> Iterator[tuple[str, str]]:
     for entry in getattr(task, "datasets_", None) or ():
         if ":" in (value := str(entry.get("dataset", ""))) and not is_own(value):
             yield "task.datasets", value
+
+
+def _code_of_callbacks(callbacks: Sequence[Any]) -> list[tuple[str, str]]:
+    return [("callbacks", entry["type"] if isinstance(entry, dict) else entry) for entry in callbacks]
 
 
 def code_of_sections(train: TrainConfig, eval_: EvalConfig, track: TrackConfig) -> list[tuple[str, str]]:
@@ -769,7 +775,8 @@ class _Schema:
         siblings = [known.partition(".")[2] for known in self.known if known.startswith(f"{section}.")]
         if siblings:
             return f" Keys of {section}: {', '.join(siblings)}."
-        return f" Sections: task, {', '.join(SECTIONS)}. Keys at the top: recipe, base, replace, seed, output_dir, resume."
+        top = ["base", "replace", *(item.name for item in dataclasses.fields(RunConfig))]
+        return f" Sections: task, {', '.join(SECTIONS)}. Keys at the top: {', '.join(top)}."
 
 
 @cache

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Union
 
 from hftune.config.every import Every
-from hftune.config.keys import key, keys_of, problems_of
+from hftune.config.keys import is_dotted, key, keys_of, problems_of
 from hftune.errors import ConfigError, did_you_mean, format_value
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "muon", "adafactor", "lion", "schedule_free", "adamw_8bit")
@@ -163,9 +163,10 @@ class TrainConfig(Section):
     num_workers: int = key(0, ge=0, changes="nothing")
     """Number of processes that load and collate batches in advance, for each training process; as many again for evaluations.
     On GPUs a thread loads one step in advance in any case."""
-    log_every: int = key(10, ge=1, changes="nothing")
-    """Steps between two lines of metrics.jsonl; the first and the last step always get one. train/loss is the mean over the
-    items of all steps since the previous line, train/loss_step that of the last step alone."""
+    log_every: Union[int, str] = key(10, read=Every.read, changes="nothing")  # noqa: UP007
+    """How often metrics.jsonl gets a line: a number of steps, epoch, "2 epochs", "30 s" (or min, or h), or never. The first and
+    the last step always get one. train/loss is the mean over the items of all steps since the previous line, train/loss_step
+    that of the last step alone."""
     skip: list[int] = key(list, ge=1, changes="skipped")
     """Steps to leave out, such as [137], counted from 1. Their samples are not loaded, and weights, optimizer state and average
     stay as they are; the schedule moves on. May be changed on resume for steps to come."""
@@ -256,6 +257,11 @@ class TrainConfig(Section):
                     yield f"{name}.{word}={format_value(value)} must be finite and {rule.bounds}."
 
     @property
+    def log_interval(self) -> Every:
+        """``log_every``, read."""
+        return Every.read(self.log_every)
+
+    @property
     def max_rows(self) -> int | None:
         """Maximum number of samples in one forward pass, the default of ``micro_batch_size`` filled in; None for no limit."""
         if isinstance(self.micro_batch_size, str):  # "auto"
@@ -286,8 +292,9 @@ class EvalConfig(Section):
     section = "eval"
 
     every: Union[int, str] = key("epoch", read=Every.read, changes="output")  # noqa: UP007
-    """Steps between two evaluations, or "epoch", or "2 epochs". The last step is always followed by one. never: no evaluation,
-    and no evaluation data are needed; the last model is the model. A test split is scored in any case."""
+    """How often to evaluate: a number of steps, epoch, "2 epochs", "30 min" (or s, or h), or never. The last step is always
+    followed by an evaluation. never: there is none, and no evaluation data are needed; the last model is the model. A test
+    split is scored in any case."""
     batch_size: int = key(32, ge=1, changes="nothing")
     """Maximum number of samples in one forward pass of the evaluation, on each process."""
     batch_tokens: int | None = key(None, ge=1, changes="nothing")
@@ -319,13 +326,18 @@ class EvalConfig(Section):
             yield f"eval.metrics={format_value(self.metrics)} names {repeated[0]} twice."
 
     @property
+    def interval(self) -> Every:
+        """``every``, read."""
+        return Every.read(self.every)
+
+    @property
     def is_off(self) -> bool:
         """Whether there is no evaluation."""
-        return self.every == "never"
+        return self.interval.is_never
 
     def falls_on(self, step: int, num_steps: int, steps_per_epoch: int) -> bool:
-        """Say whether an evaluation follows optimizer step ``step`` (from 1) of a run of ``num_steps``."""
-        return not self.is_off and (step == num_steps or Every.read(self.every).falls_on(step, steps_per_epoch))
+        """Say whether an evaluation follows step ``step`` (from 1) of a run of ``num_steps``, whatever the clock says."""
+        return not self.is_off and (step == num_steps or self.interval.falls_on(step, steps_per_epoch))
 
 
 @dataclass
@@ -335,11 +347,10 @@ class CheckpointConfig(Section):
 
     section = "checkpoint"
 
-    every: int | None = key(500, ge=1, changes="nothing")
-    """Steps between two checkpoints. null: only those that are always written."""
-    every_s: float | None = key(None, gt=0, changes="nothing")
-    """Also save after this many seconds, at the end of the current step. Limits how much work a lost machine costs. Not while
-    the one before is still being written. null: only steps count."""
+    every: Union[int, str] = key(500, read=Every.read, changes="nothing")  # noqa: UP007
+    """How often to save, besides the checkpoints that are always written: a number of steps, epoch, "2 epochs", "30 min" (or s,
+    or h), or never. A time limits how much work a lost machine costs: the first step that ends later is followed by a
+    checkpoint, unless the one before is still being written."""
     keep: int = key(2, ge=1, changes="nothing")
     """Number of newest checkpoints to keep. The one of the best evaluation is kept as well."""
     keep_every: Union[int, str, None] = key(None, ge=1, choices=(DOUBLING,), changes="nothing")  # noqa: UP007
@@ -349,9 +360,14 @@ class CheckpointConfig(Section):
     """How many other machines keep a copy of the output folder, in jobs whose machines come and go and have no common file
     system. 0: none; if the main machine is lost, so is the run."""
 
+    @property
+    def interval(self) -> Every:
+        """``every``, read."""
+        return Every.read(self.every)
+
     def falls_on(self, step: int, num_steps: int, steps_per_epoch: int) -> bool:
-        """Say whether a checkpoint follows optimizer step ``step`` (from 1), whatever the evaluations find."""
-        return step == num_steps or step % steps_per_epoch == 0 or (self.every is not None and step % self.every == 0)
+        """Say whether a checkpoint follows optimizer step ``step`` (from 1), whatever evaluations find and the clock says."""
+        return step == num_steps or step % steps_per_epoch == 0 or self.interval.falls_on(step, steps_per_epoch)
 
     def kept(self, steps: Sequence[int]) -> set[int]:
         """Return which checkpoints to keep of those of these steps, ascending; that of the best evaluation aside.
@@ -490,6 +506,15 @@ class AdapterConfig(Section):
     the adapters added to them, a plain model) or both."""
 
 
+def _read_callbacks(value: Any) -> None:
+    for entry in value:
+        if not is_dotted(entry.get("type") if isinstance(entry, dict) else entry):
+            raise ValueError(
+                f"names {format_value(entry)}, which is neither a dotted path, such as my_module.Watch, nor a mapping with "
+                "one, such as {type: my_module.Watch, threshold: 3}."
+            )
+
+
 @dataclass(kw_only=True)
 class RunConfig(Section):
     """The top-level keys of a recipe. A recipe file can have two more:
@@ -514,6 +539,9 @@ class RunConfig(Section):
     resume: str = key("auto", changes="nothing", resume="own")
     """auto: resume from the newest intact checkpoint in output_dir, if there is one. never: start from scratch. Or the path of
     a checkpoint."""
+    callbacks: list[Any] = key(list, read=_read_callbacks, changes="nothing")
+    """Callbacks of your own, which hear of what happens in the training: dotted paths of subclasses of hftune.Callback, or
+    mappings with such a path as their type, and arguments: [my_module.Watch, {type: my_module.Norms, every: 100}]."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -267,8 +267,9 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         falls_on(recipe.checkpoint, num_steps, batches.num_steps),
     )
     plan.notices += skip_notices(recipe.train, 0, num_steps)
-    if (every_s := recipe.checkpoint.every_s) is not None:
-        plan.notices.append(f"checkpoint.every_s={every_s:g}: further checkpoints follow, by the clock.")
+    for name, interval in {"eval": recipe.eval.interval, "checkpoint": recipe.checkpoint.interval}.items():
+        if interval.seconds is not None:
+            plan.notices.append(f"{name}.every is a time: more may follow than are counted here.")
     if auto is not None:
         plan.notices.append(f"{auto}=auto: planned with {largest}, the largest size that training would try.")
     if found.work.idle_steps:
@@ -696,7 +697,7 @@ def disk(recipe: Recipe, plan: Plan, trained_bytes: int, further_bytes: int, mod
     """
     written = sorted({*plan.evaluations, *plan.checkpoints})  # each evaluation may find the best model so far
     kept = len(recipe.checkpoint.kept(written)) + (2 if recipe.checkpoint.keep_every == DOUBLING else 0)  # it varies
-    most = len(written) if recipe.checkpoint.every_s is None else plan.steps.total
+    most = len(written) if recipe.checkpoint.interval.seconds is None else plan.steps.total
     checkpoint_bytes, checkpoints, models = trained_bytes + further_bytes, min(kept + 2, most), 3
     total_bytes = checkpoints * checkpoint_bytes + models * model_bytes
     return Disk(checkpoint_bytes, checkpoints, model_bytes, models, total_bytes)

@@ -31,7 +31,7 @@ def test_rounds_go_on_from_one_another_and_lose_what_they_must(tmp_path):
             time.sleep(0.02)
 
     # A machine leaves by word. The other one hears of it with the sums of a step, and waits for its agent.
-    job = start(0, 2, "checkpoint.every=null", "checkpoint.every_s=0.01")
+    job = start(0, 2, "checkpoint.every=0.01 s")
     wait_for_step(3, job)
     os.kill(job.pids[1], signal.SIGTERM)
     time.sleep(0.5)
@@ -43,7 +43,7 @@ def test_rounds_go_on_from_one_another_and_lose_what_they_must(tmp_path):
     assert (out / "checkpoints" / f"step_{reached:08d}").exists()
 
     # A machine is lost. The other one does not wait for a step that cannot be finished.
-    job = start(1, 2, "checkpoint.every=null")
+    job = start(1, 2, "checkpoint.every=never")
     wait_for_step(reached + 2, job)
     os.kill(job.pids[1], signal.SIGSTOP)
     time.sleep(0.3)  # for the other one to stand in a collective
@@ -57,7 +57,7 @@ def test_rounds_go_on_from_one_another_and_lose_what_they_must(tmp_path):
     lost = last_step(out / "ledger.jsonl")
 
     # The last machine goes on alone, with the whole model.
-    job = start(2, 1, "checkpoint.every=null")
+    job = start(2, 1, "checkpoint.every=never")
     said, errors = job.communicate()
     assert job.wait() == [0], errors
     again = f"Step {lost} is" if lost == reached + 1 else f"Steps {reached + 1} to {lost} are"

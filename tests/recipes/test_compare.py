@@ -41,7 +41,7 @@ def runs(tmp_path_factory):
         *(word for word in SMALL if not word.startswith(("task.max_", "train.parts"))),
         *("task.dataset=null", "task.max_train_samples=null", "task.max_eval_samples=null", "train.micro_batch_size=8"),
         *(f"task.data_files.train={clean}", f"task.data_files.eval={write(folder / 'eval.jsonl', rows[100:])}"),
-        *("train.lr=1e-3", "train.max_steps=8", "train.warmup_ratio=0.3", "eval.every=8", "checkpoint.every=null"),
+        *("train.lr=1e-3", "train.max_steps=8", "train.warmup_ratio=0.3", "eval.every=8", "checkpoint.every=never"),
     )
     (folder / "own.yaml").write_text("base: yelp_demo\ntrain: {optimizer: mine.Mine}\n")
     own = (*base, f"recipe={folder / 'own.yaml'}")

@@ -11,7 +11,7 @@ from hftune import Recipe, train
 from tests.support.runs import Run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SHORT = ("train.epochs=4", "eval.every=2 epochs", "train.log_every=1", "checkpoint.every=null")
+SHORT = ("train.epochs=4", "eval.every=2 epochs", "train.log_every=1", "checkpoint.every=never")
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ class NoTask:
     pass
 """
 
-SECTIONS = "Sections: task, train, adapter, eval, checkpoint, parallel, track. Keys at the top: recipe, base, replace, seed, output_dir, resume."
+SECTIONS = "Sections: task, train, adapter, eval, checkpoint, parallel, track. Keys at the top: base, replace, recipe, seed, output_dir, resume, callbacks."
 TASKS = f"Shipped: {', '.join(tasks.__all__)}."
 SHIPPED = f"Shipped: {', '.join(recipe_names())}. For a file of your own give its path, ending in .yaml."
 
@@ -541,7 +541,7 @@ def test_a_section_that_is_none_is_refused(write, text, message):
         ("train.clip_norm=0", "must be above 0. null: no clipping."),
         ("seed=4294967296", "must be in [0, 4294967295]."),
         ("task.max_length=2", "must be at least 3."),
-        *[(f"eval.every={word}", "is neither a number of steps") for word in ("0", "2epochs", "0 epochs", "'20'", "epoch 2")],
+        *[(f"eval.every={word}", "is neither a number of steps") for word in ("0", "0 epochs", "'20'", "epoch 2")],
     ],
 )
 def test_a_value_that_cannot_be_is_named_with_its_key_and_what_would_fit(plain, word, hint):

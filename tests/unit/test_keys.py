@@ -9,6 +9,7 @@ from hftune.config import reference
 from hftune.config.every import Every
 from hftune.config.keys import Effect, effects, key, keys_of, problems_of
 from hftune.config.sections import SECTIONS, CheckpointConfig, EvalConfig, RunConfig
+from hftune.errors import ConfigError
 
 BOUNDED = [
     (described, beyond)
@@ -126,3 +127,13 @@ def test_the_last_step_is_evaluated_and_saved_whatever_every_says():
     for every, steps in {3: [3, 6, 8], "2 epochs": [8], "epoch": [4, 8], "30 min": [8], "never": []}.items():
         assert [step for step in range(1, 9) if EvalConfig(every=every).falls_on(step, 8, 4)] == steps
     assert [step for step in range(1, 9) if CheckpointConfig(every=3).falls_on(step, 8, 4)] == [3, 4, 6, 8]
+
+
+@pytest.mark.parametrize("value", ["Watch", {"every": 3}, 3])
+def test_a_callback_is_a_dotted_path_with_arguments_or_without(value):
+    given = ["my_module.Watch", {"type": "my_module.Watch", "threshold": 3}]
+    assert RunConfig(callbacks=given).callbacks == given
+    with pytest.raises(
+        ConfigError, match=r"^callbacks=.*which is neither a dotted path, such as my_module.Watch, nor a mapping"
+    ):
+        RunConfig(callbacks=[*given, value])
