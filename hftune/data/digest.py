@@ -228,8 +228,7 @@ def row_hashes(dataset: Any) -> np.ndarray | None:
     contents = _contents_by_row(dataset)
     if not contents:
         return None
-    digests = _joined({name: _digests(part) for name, part in contents.items()})
-    hashes = np.fromiter(digests, f"S{BYTES}").view(np.uint8).reshape(-1, BYTES)  # without millions of objects at once
+    hashes = _stacked(_joined({name: _digests(part) for name, part in contents.items()}))
     if len(hashes) != len(dataset):
         raise DataError(
             f"contents_by_row() of {type(dataset).__name__} has {len(hashes):,} entries for {len(dataset):,} samples. It must "
@@ -257,6 +256,15 @@ def cached_row_hashes(dataset: Any, digest: str) -> np.ndarray | None:
         return {} if hashes is None else {"hashes": hashes}
 
     return cached_arrays(["row hashes", digest], make).get("hashes")
+
+
+def entry_hashes(entries: Any) -> np.ndarray:
+    """Hash each entry of a table, an array, Ragged or any iterable: (N, 16) uint8."""
+    return _stacked(_digests(entries))
+
+
+def _stacked(digests: Iterable[bytes]) -> np.ndarray:
+    return np.fromiter(digests, f"S{BYTES}").view(np.uint8).reshape(-1, BYTES)  # without millions of objects at once
 
 
 def _contents_by_row(dataset: Any) -> Mapping[str, Any] | None:
@@ -421,12 +429,12 @@ def _text_bytes(column: pa.Array) -> tuple[memoryview, np.ndarray]:
 
 
 def _file_contents(column: pa.Array) -> Iterator[bytes]:
-    """Yield what is hashed of each file: its bytes if they are in the table, otherwise see END_BYTES."""
     with ThreadPoolExecutor(8) as threads:
-        yield from threads.map(_file_content, column.to_pylist())
+        yield from threads.map(file_content, column.to_pylist())
 
 
-def _file_content(stored: Mapping[str, Any]) -> bytes:
+def file_content(stored: Mapping[str, Any]) -> bytes:
+    """Return what is hashed of a file as datasets stores it: its bytes if they are in the table, otherwise see END_BYTES."""
     if stored["bytes"] is not None:
         return stored["bytes"]
     path = Path(stored["path"])

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow
-import pyarrow.compute
 
 from hftune.batch_plan import drawn
+from hftune.data.digest import entry_hashes, file_content
 from hftune.data.files import held_out_key
+from hftune.data.row_hashes import BYTES
 
 DOING = {"train": "Training", "eval": "Evaluating", "test": "Testing"}
-MOST_BYTES = 2**31
+MAX_BYTES = 2**31
 """Bytes of images in memory up to which splits are compared: a second or two of hashing."""
 
 
@@ -91,58 +90,24 @@ def num_rows(rows: datasets.Dataset) -> tuple[int, int]:
     return len(rows), rows.data.num_rows
 
 
-def shared(counts: Mapping[str, tuple[int, int]], what: str = "rows") -> list[str]:
-    """Return a notice for each split that shares samples with the train split; ``counts``: samples shared, and all samples."""
+def shared(contents: Mapping[str, Any], what: str = "rows") -> list[str]:
+    """Return a notice for each split that shares samples with the train split.
+
+    Args:
+        contents: by split, what ``entry_hashes`` takes: a table with the columns that make two rows the same, arrays, ...
+    """
+    hashes = {split: entry_hashes(entries).view(f"S{BYTES}") for split, entries in contents.items()}
+    counts = {split: int(np.isin(own, hashes["train"]).sum()) for split, own in hashes.items() if split != "train"}
     return [
-        f"{count:,} of the {total:,} {what} in the {split} split are also in the train split: "
+        f"{count:,} of the {len(hashes[split]):,} {what} in the {split} split are also in the train split: "
         "scores will look better than they are."
-        for split, (count, total) in counts.items()
+        for split, count in counts.items()
         if count
     ]
 
 
-def shared_texts(rows: Mapping[str, datasets.Dataset], column: str, *others: str) -> dict[str, tuple[int, int]]:
-    """Count the rows of each split but "train" whose text, or texts in several columns, are in a row of "train", too.
-
-    Holds the texts of the other splits in memory, or a hash of each row of "train".
-    """
-    train = rows["train"]
-    if not others:
-        count = {split: _count_shared(train, other, column) for split, other in rows.items() if split != "train"}
-    else:
-        seen = set(_hashes(train, [column, *others]))
-        count = {
-            split: sum(map(seen.__contains__, _hashes(other, [column, *others])))
-            for split, other in rows.items()
-            if split != "train"
-        }
-    return {split: (number, len(rows[split])) for split, number in count.items()}
-
-
-def _hashes(rows: datasets.Dataset, columns: Sequence[str]) -> Iterator[int]:
-    return map(hash, zip(*(rows[column] for column in columns), strict=True))
-
-
-def _count_shared(train: datasets.Dataset, rows: datasets.Dataset, column: str) -> int:
-    def texts(source: datasets.Dataset) -> Iterator[pyarrow.Array]:
-        for batch in source.select_columns([column]).with_format("arrow").iter(10_000):
-            yield batch[column].cast(pyarrow.large_string())
-
-    wanted = pyarrow.chunked_array(texts(rows), pyarrow.large_string())
-    found = [batch.filter(pyarrow.compute.is_in(batch, value_set=wanted)) for batch in texts(train)]
-    both = pyarrow.chunked_array([chunk for batch in found for chunk in getattr(batch, "chunks", [batch])], wanted.type)
-    return pyarrow.compute.sum(pyarrow.compute.is_in(wanted, value_set=both)).as_py() or 0
-
-
-def shared_arrays(arrays: Mapping[str, Iterable[np.ndarray]]) -> dict[str, tuple[int, int]]:
-    """Count the arrays of each split but "train" that are also in "train", byte for byte."""
-    digests = {split: [blake2b(array.tobytes(), digest_size=16).digest() for array in own] for split, own in arrays.items()}
-    train = set(digests["train"])
-    return {split: (sum(map(train.__contains__, own)), len(own)) for split, own in digests.items() if split != "train"}
-
-
-def shared_files(files: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, tuple[int, int]]:
-    """Count the files of each split but "train" whose content is also in "train", whatever their names.
+def shared_files(files: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Return a notice for each split with images that are also in the train split, whatever their names.
 
     Args:
         files: of each split, as ``datasets.Image(decode=False)`` returns them: ``bytes``, or None and a ``path``.
@@ -150,19 +115,14 @@ def shared_files(files: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, 
     sizes = {split: [_num_bytes(stored) for stored in own] for split, own in files.items()}
     # Only files of a size that two splits have are read: few, unless the images are not compressed.
     common = set(sizes["train"]) & {size for split, own in sizes.items() if split != "train" for size in own}
-    train = {_digest(stored) for stored, size in zip(files["train"], sizes["train"], strict=True) if size in common}
-
-    def count(split: str) -> int:
-        pairs = zip(files[split], sizes[split], strict=True)
-        return sum(size in common and _digest(stored) in train for stored, size in pairs)
-
-    return {split: (count(split), len(own)) for split, own in files.items() if split != "train"}
+    return shared(
+        {
+            split: (file_content(stored) if size in common else split for stored, size in zip(own, sizes[split], strict=True))
+            for split, own in files.items()
+        },
+        "images",
+    )
 
 
 def _num_bytes(stored: Mapping[str, Any]) -> int:
     return Path(stored["path"]).stat().st_size if stored["bytes"] is None else len(stored["bytes"])
-
-
-def _digest(stored: Mapping[str, Any]) -> bytes:
-    content = Path(stored["path"]).read_bytes() if stored["bytes"] is None else stored["bytes"]
-    return blake2b(content, digest_size=16).digest()

@@ -275,8 +275,7 @@ class Chats(TextTask):
         from hftune.data import notices
 
         messages = super().notices(datasets, model)
-        inputs = {split: (sample["input_ids"] for sample in samples) for split, samples in datasets.items()}
-        messages += notices.shared(notices.shared_arrays(inputs), "chats")
+        messages += notices.shared({split: samples.column("input_ids") for split, samples in datasets.items()}, "chats")
         for split, samples in datasets.items():
             messages += self._changed_chats(split, samples)
         if self.chat_format.dated:

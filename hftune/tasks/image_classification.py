@@ -374,9 +374,9 @@ class ImageClassification(ImageTask):
         pixels = {split: getattr(images, "pixels_NHWC", None) for split, images in datasets.items()}
         if any(arrays is None for arrays in pixels.values()):
             return [*messages, *self._shared_files()]
-        if sum(pixels_NHWC.nbytes for pixels_NHWC in pixels.values()) > notices.MOST_BYTES:
+        if sum(pixels_NHWC.nbytes for pixels_NHWC in pixels.values()) > notices.MAX_BYTES:
             return messages
-        return [*messages, *notices.shared(notices.shared_arrays(pixels), "images")]
+        return [*messages, *notices.shared(pixels, "images")]
 
     def _column_notices(self) -> list[str]:
         from hftune.data.columns import chosen
@@ -392,7 +392,7 @@ class ImageClassification(ImageTask):
         from hftune.data import notices
 
         files = {split: source.encoded for split, source in self._sources.items() if source.encoded is not None}
-        return notices.shared(notices.shared_files(files), "images") if "train" in files else []
+        return notices.shared_files(files) if "train" in files else []
 
     def _model_notices(self) -> Iterator[str]:
         """Say how images are prepared, and where the head comes from."""

@@ -227,7 +227,7 @@ class ImageRestoration(ImageTask):
         messages += notices.held_out(self, totals["train"][1], "images")
         messages += notices.left_out(self._kept(totals), "images")
         files = {split: pictures.rows["image"][:] for split, pictures in datasets.items()}
-        messages += notices.shared(notices.shared_files(files), "images")
+        messages += notices.shared_files(files)
         if shares := {split: fmean(pictures.marked.tolist()) for split, pictures in datasets.items() if len(pictures.marked)}:
             marked = ", ".join(f"{share:.1%} of {split}" for split, share in shares.items())
             doubt = " Are the masks inverted? White marks damage." if max(shares.values()) > SUSPICIOUS_SHARE else ""

@@ -217,7 +217,7 @@ class LanguageModeling(TextTask):
             messages += notices.mixed(self._mixed, [*map(len, datasets["train"].parts)], "blocks")
         messages += notices.left_out({split: (len(blocks), blocks.total) for split, blocks in datasets.items()}, "blocks")
         inputs = {split: (block["input_ids"] for block in blocks) for split, blocks in datasets.items()}
-        return [*messages, *notices.shared(notices.shared_arrays(inputs), "blocks"), *self._unknown_words(datasets)]
+        return [*messages, *notices.shared(inputs, "blocks"), *self._unknown_words(datasets)]
 
     def _unknown_words(self, datasets: Mapping[str, Blocks]) -> list[str]:
         unknown = self.text_tokenizer.unk_token_id

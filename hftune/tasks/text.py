@@ -401,12 +401,12 @@ class TextTask(Task):
         messages = []
         for name, column in self._columns.items():
             messages += chosen(f"task.{name}", getattr(self, name, column), column, all_columns)
-        messages += self._row_notices(self._rows, *self._text_columns)
+        messages += self._row_notices(self._rows, self._text_columns)
         lengths = " and ".join(f"task.{key}={getattr(self, key)}" for key in self.length_keys if hasattr(self, key))
         has_flags = "cut" in datasets["train"][0]
         return messages + (cut_notices(datasets, "cut", f"Texts longer than {lengths} tokens") if has_flags else [])
 
-    def _row_notices(self, rows: Mapping[str, Dataset], *text_columns: str) -> list[str]:
+    def _row_notices(self, rows: Mapping[str, Dataset], text_columns: Sequence[str] = ()) -> list[str]:
         """Return notices of keys without effect, of rows left out, and of rows whose texts are in two splits."""
         from hftune.data import notices
 
@@ -415,7 +415,7 @@ class TextTask(Task):
             *notices.held_out(self, notices.num_rows(rows["train"])[1]),
             *(notices.mixed(self._mixed, self._mixed.sizes(rows["train"])) if self._mixed else []),
             *notices.left_out(self._kept(rows)),
-            *(notices.shared(notices.shared_texts(rows, *text_columns)) if text_columns else []),
+            *(notices.shared({split: own.select_columns(text_columns) for split, own in rows.items()}) if text_columns else []),
         ]
 
     def _kept(self, rows: Mapping[str, Dataset]) -> dict[str, tuple[int, int]]:

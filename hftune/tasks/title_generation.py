@@ -197,7 +197,7 @@ class TitleGeneration(SourceToTarget):
 
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
         messages = [] if self.source_column else [f"task.source_column is not set: using column {self._source!r}."]
-        messages += self._row_notices(self._rows, self._source) + self._cut_notices(datasets, "Titles")
+        messages += self._row_notices(self._rows, [self._source]) + self._cut_notices(datasets, "Titles")
         if self.architecture == "encoder_decoder":
             padded, block = model.config.encoder.padded_length(self.max_source_length), model.config.encoder.block_size
             if padded > self.max_source_length:

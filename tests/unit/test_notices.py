@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from hftune import Recipe
-from hftune.data.notices import shared_arrays
+from hftune.data import notices
 
 REVIEWS = [{"text": f"the food was {word} on day {day}", "label": day % 2} for day in range(40) for word in ("good", "bad")]
 TINY_BERT = (
@@ -84,7 +84,10 @@ def test_arrays_are_the_same_to_the_last_byte():
     arrays = np.random.RandomState(0).randint(0, 9, (6, 4, 4, 1)).astype(np.uint8)
     other = arrays[:3].copy()
     other[2, 3, 3, 0] += 1
-    assert shared_arrays({"train": arrays, "eval": other, "test": arrays[:1]}) == {"eval": (2, 3), "test": (1, 1)}
+    assert [said[:31] for said in notices.shared({"train": arrays, "eval": other, "test": arrays[:1]}, "images")] == [
+        "2 of the 3 images in the eval s",
+        "1 of the 1 images in the test s",
+    ]
 
 
 def write_pictures(folder: Path, seeds: dict[str, list[int]]) -> None:
