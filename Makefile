@@ -52,6 +52,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "build, point pip at PyTorch's CPU wheels first (PIP_FIND_LINKS or PIP_INDEX_URL)."
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/python -m hftune.config.schema > recipes/hftune.schema.json  # for editors: the recipes name it
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
@@ -61,7 +62,6 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 # The site, in site/; open site/index.html. Neither building nor reading it needs a network.
 docs: $(VENV)/.installed-docs
 	$(BIN)/python -m hftune.config.reference > docs/configuration.md
-	$(BIN)/python -m hftune.config.schema > recipes/hftune.schema.json
 	$(BIN)/zensical build --config-file mkdocs.yml --strict --clean
 
 $(VENV)/.installed-docs: $(VENV)/.installed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from hftune.errors import ConfigError
 
@@ -45,6 +46,25 @@ def check_single(command: str) -> None:
 
     if (count := ProcessInfo.from_environment().world_size) > 1:
         raise ConfigError(f"{command} computes in one process, and {count} were started. Call it without a launcher.")
+
+
+def check_output(path: Path) -> None:
+    """Raise ConfigError if the file of ``--output`` cannot be written, before hours are spent on its contents."""
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be written: {error.strerror}.") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write the file of ``--output``, or raise ConfigError."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be written: {error.strerror}.") from error
 
 
 def find_modules_here() -> None:

@@ -19,7 +19,6 @@ The scripts are in completion.bash, .zsh and .fish; they look words up by contex
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from collections.abc import Iterator
 from itertools import product
@@ -27,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from hftune.commands.recipes import purpose
-from hftune.commands.schema import SCHEMA
-from hftune.config.shipped_files import config_names, recipe_names, recipe_path, resource_dir
+from hftune.config.shipped_files import config_names, recipe_names, recipe_path
 
 SHELLS = ("bash", "zsh", "fish")
 Line = tuple[str, str, str]
@@ -47,7 +45,9 @@ def run(options: argparse.Namespace) -> int:
 
 def script(shell: str, commands: dict[str, argparse.ArgumentParser]) -> str:
     """Return the shell's functions with all words inserted."""
-    schema = json.loads((resource_dir("recipes") / SCHEMA).read_text(encoding="utf-8"))
+    from hftune.config.schema import schema as make_schema  # imports all tasks
+
+    schema = make_schema()
     names = {("configs", "name"): config_names(), ("slurm", "config"): config_names(), ("train", "help"): _sections(schema)}
     lines = [line for name, parser in commands.items() for line in _command(name, parser, names)]
     lines += [*_recipes(), *_keys(schema, [name for name, parser in commands.items() if _takes_recipe(parser)])]
@@ -73,7 +73,7 @@ def _command(name: str, parser: argparse.ArgumentParser, names: dict[tuple[str, 
 
 def _recipes() -> Iterator[Line]:
     """Yield the shipped recipes with their tasks; own ones are files, in which the shells look for a base or task.type."""
-    from hftune.config.schema import recipes_by_task  # here, for the other commands' sake: it imports all tasks
+    from hftune.config.schema import recipes_by_task
 
     for task, recipes in recipes_by_task().items():
         yield f"task of {task}", task, ""

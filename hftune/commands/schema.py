@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hftune.config.shipped_files import resource_dir
+from hftune.commands.arguments import write_text
 from hftune.errors import ConfigError
 
 SCHEMA = "hftune.schema.json"
-"""File in recipes/; the shipped recipes name it on their first line."""
+"""The shipped recipes name it on their first line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,26 +19,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the schema, or write it and say how a recipe names it."""
-    text = (resource_dir("recipes") / SCHEMA).read_text(encoding="utf-8")
-    if options.output is None:
-        print(text, end="")
+    """Print the schema, or write it, over an older one if there is one, and say how a recipe names it."""
+    from hftune.config.schema import schema_text  # imports all tasks
+
+    path = options.output
+    if path is None:
+        print(schema_text())
         return 0
-    write(text, options.output)
-    print(f"Wrote {options.output}. Recipes in the same folder name it on their first line:")
-    print(f"# yaml-language-server: $schema=./{options.output.name}")
-    return 0
-
-
-def write(text: str, path: Path) -> None:
-    """Write the schema, over an older one if there is one.
-
-    Raises:
-        ConfigError: the file cannot be written, or its name is not that of a schema, such as a recipe's.
-    """
     if path.suffix != ".json":
         raise ConfigError(f"--output {path}: the name of the file must end in .json, such as {SCHEMA}.")
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {path} cannot be written: {error.strerror}.") from error
+    write_text(path, schema_text() + "\n")
+    print(f"Wrote {path}. Recipes in the same folder name it on their first line:")
+    print(f"# yaml-language-server: $schema=./{path.name}")
+    return 0

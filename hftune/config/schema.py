@@ -1,7 +1,7 @@
 """The JSON schema of recipes, with which editors complete keys and mark errors. Imports nothing heavy.
 
 It says what the definitions of the keys say: types, bounds, choices, defaults and sentences. What keys require of each other is
-checked when a recipe is loaded. ``python -m hftune.config.schema > recipes/hftune.schema.json`` writes it.
+checked when a recipe is loaded. ``hftune schema`` prints it; ``make`` writes it into recipes/, whose files name it.
 
 Draft 7 is the newest draft that all editors understand. The schema must accept whatever ``Recipe.load`` accepts, including what
 YAML 1.1 (OmegaConf, PyYAML) and YAML 1.2 (editors) read differently: a bare ``no`` is false or a text, ``5e-5`` a text or a
@@ -196,5 +196,10 @@ def _or_null(value: dict[str, Any]) -> dict[str, Any]:
     return value if null in value[kind] else {**value, kind: [*value[kind], null]}
 
 
+def schema_text() -> str:
+    """Return the schema as JSON."""
+    return json.dumps(schema(), indent=1, ensure_ascii=False)
+
+
 if __name__ == "__main__":
-    print(json.dumps(schema(), indent=1, ensure_ascii=False))
+    print(schema_text())

@@ -13,13 +13,12 @@ from omegaconf import OmegaConf
 from hftune import ConfigError, Recipe, cli
 from hftune.config import reference, sections
 from hftune.config.recipe import _Schema
-from hftune.config.schema import schema
+from hftune.config.schema import schema_text
 from hftune.config.shipped_files import recipe_names, recipe_path
 from tests.support.pages import PAGES, blocks
 
 ROOT = Path(__file__).parents[2]
-FILE = ROOT / "recipes" / "hftune.schema.json"
-SCHEMA = json.loads(FILE.read_text())
+SCHEMA = json.loads(schema_text())
 HEADER = "# yaml-language-server: $schema=./hftune.schema.json\n"
 OWN = sorted([*ROOT.glob("examples/own_*/*.yaml"), *ROOT.glob("examples/extending/*.yaml"), *ROOT.glob("tests/support/*.yaml")])
 
@@ -32,11 +31,6 @@ def errors(values):
 
 def _messages(error):
     return " | ".join([error.message, *(message for part in error.context or () for message in [_messages(part)])])
-
-
-def test_file_is_up_to_date():
-    made = json.loads(json.dumps(schema()))
-    assert made == SCHEMA, "run: make docs, or python -m hftune.config.schema > recipes/hftune.schema.json"
 
 
 def test_schema_is_one():
@@ -178,7 +172,7 @@ def test_no_value_that_is_accepted_is_marked(section, type_, part):
 
 def test_command_prints_the_schema(capsys):
     assert cli.main(["schema"]) == 0
-    assert capsys.readouterr().out == FILE.read_text()
+    assert json.loads(capsys.readouterr().out) == SCHEMA
 
 
 def test_command_writes_the_schema_and_says_how_a_recipe_names_it(capsys, tmp_path, monkeypatch):
@@ -186,7 +180,7 @@ def test_command_writes_the_schema_and_says_how_a_recipe_names_it(capsys, tmp_pa
     for _ in ("new", "again, after an upgrade"):
         assert cli.main(["schema", "--output"]) == 0
         assert capsys.readouterr().out.endswith(f"on their first line:\n{HEADER}")
-        assert (tmp_path / FILE.name).read_text() == FILE.read_text()
+        assert json.loads((tmp_path / "hftune.schema.json").read_text()) == SCHEMA
 
 
 def test_command_overwrites_no_recipe(capsys, tmp_path):
