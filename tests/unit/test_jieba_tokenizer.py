@@ -8,7 +8,6 @@ import re
 import sys
 import tempfile
 from functools import cache
-from itertools import pairwise
 
 import datasets
 import jieba
@@ -39,7 +38,7 @@ OBJECTS = [
 ]
 ENDS = ["。", "，", "！\r\n", "……\n", "；", ". ", " 😀 ", "（100%）", "、"]
 ODD = [
-    *(
+    *[
         "[MASK]",
         "[SEP]",
         "[UNK]",
@@ -47,31 +46,20 @@ ODD = [
         "##ing",
         "C++",
         "C#",
-        "e\u0301tude",
+        "étude",
         "Étude",
         "İstanbul",
         "ΟΔΥΣΣΕΥΣ",
         "ﬁn",
         "ß",
         "한국어",
-    ),
-    *(
         "ひらがな",
         "カタカナ",
         "привет",
         "①",
-        "\t",
-        "\x0b",
-        "\x1c",
-        "\u3000",
-        "\u200b",
-        "\x00",
-        "\ufffd",
-        "\ud83d",
-        "\U00020000",
-        "\uf900",
-    ),
-    *("𠮷野家", "👩‍💻", "AT&T", "x86_64", "foo-bar.baz", "5%", "A" * 101, "１２３", "ＯＫ", " ", "  ", "\n", "\r\n"),
+    ],
+    *["\t", "\x0b", "\x1c", "\u3000", "\u200b", "\x00", "�", "�", "𠀀", "豈", " ", "  ", "\n", "\r\n"],
+    *("𠮷野家", "👩‍💻", "AT&T", "x86_64", "foo-bar.baz", "5%", "A" * 101, "１２３", "ＯＫ"),
 ]
 ADDED_BY_HAND = ["T恤", "t恤", "卡拉OK", "卡拉ok", "OK", "Linux", "##OK", "##Hub", "É", "σ", "ς", "ﬁ", "i\u0307", "\uf900"]
 
@@ -113,21 +101,6 @@ def test_ids_are_those_of_the_authors_class_on_mixed_texts(tmp_path, do_lower_ca
 def test_words_are_those_of_jieba_on_mixed_texts():
     texts = [text.replace("\ud83d", "") for text in mixed_texts(3000)]
     assert [text for text in texts if segment(text) != jieba.lcut(text, HMM=False)] == []
-
-
-def test_text_is_lowered_before_words_are_looked_up(tmp_path):
-    lowering = JiebaTokenizer(write([*SPECIAL_TOKENS, "T恤", "t", "恤", "OK", "ok"], tmp_path))
-    assert lowering.tokenize("T恤OK[MASK]") == ["t", "恤", "ok", "[MASK]"]
-    keeping = JiebaTokenizer(tmp_path / "vocab.txt", do_lower_case=False)
-    assert keeping.tokenize("T恤OK[MASK]") == ["T恤", "OK", "[MASK]"]
-
-
-def test_no_word_begins_with_a_continuation(tokenizer):
-    continued = {f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"}
-    for word in ["##ing", "北京ing", "ing", "#", "内核##ing"]:
-        tokens = tokenizer.tokenize(word)
-        assert not tokens[0].startswith("##")
-        assert all(token not in continued or before.isascii() for before, token in pairwise(tokens))
 
 
 def test_jieba_itself_serves_where_rjieba_is_missing_and_touches_no_cache_file(monkeypatch, tmp_path):
@@ -187,9 +160,6 @@ def test_decoded_text_has_spaces_only_between_latin_words_and_numbers(tmp_path, 
     assert tokenizer.decode(ids, skip_special_tokens=True) == read
     assert tokenizer.decode(ids) == f"[CLS]{read}[SEP]"
     assert tokenizer.batch_decode([ids, ids], skip_special_tokens=True) == [read, read]
-
-
-def test_text_that_begins_with_a_continuation_is_decoded_without_its_mark(tokenizer):
     assert tokenizer.convert_tokens_to_string(["##ing", "北京", "##s", "2", "3"]) == "ing北京s 2 3"
 
 
@@ -211,67 +181,40 @@ def test_saved_and_loaded_again_it_is_the_same(tokenizer, tmp_path):
     assert saved == again
 
 
-def published(tmp_path):
-    """Write the layout of Lowin's checkpoints: a vocab.txt, and a config that names another class."""
+def test_tokenizer_that_does_not_segment_is_refused(tokenizer, tmp_path):
+    """Lowin's checkpoints have a vocab.txt, and a config that names another class."""
     write(vocabulary(), tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "big_bird", "tokenizer_class": "BertTokenizer"}))
-    return tmp_path
-
-
-def test_published_layout_loads_as_a_jieba_tokenizer(tokenizer, tmp_path):
-    loaded = JiebaTokenizer.from_pretrained(published(tmp_path))
-    assert loaded(sentences(20)) == tokenizer(sentences(20))
-
-
-def test_tokenizer_that_does_not_segment_is_refused(tmp_path):
-    for silent in (AutoTokenizer.from_pretrained(published(tmp_path)), BertTokenizer.from_pretrained(tmp_path)):
-        with pytest.raises(ConfigError) as caught:
+    assert JiebaTokenizer.from_pretrained(tmp_path)(sentences(20)) == tokenizer(sentences(20))
+    word = next(word for word in vocabulary() if re.fullmatch("[\u4e00-\u9fff]{2,}", word))
+    for silent in (AutoTokenizer.from_pretrained(tmp_path), BertTokenizer.from_pretrained(tmp_path)):
+        with pytest.raises(ConfigError, match=f"of models/title, a BertTokenizer, splits '{word}' into .*Load it with hftune"):
             check_tokenizer(silent, "models/title")
-        word = next(word for word in vocabulary() if re.fullmatch("[\u4e00-\u9fff]{2,}", word))
-        assert str(caught.value) == (
-            f"The tokenizer of models/title, a BertTokenizer, splits {word!r} into {' '.join(word)!r}, although its vocabulary "
-            "has the word. Load it with hftune.data.jieba_tokenizer.JiebaTokenizer.from_pretrained('models/title')."
-        )
 
 
-def test_vocabulary_of_characters_is_refused(tmp_path):
-    write([*SPECIAL_TOKENS, *"我们讨论北京"], tmp_path)
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("我们讨论北京", "has none of jieba's words.* train a vocabulary with `hftune vocab`"),
+        (
+            ["北京", "讨论", "我们", *"北京讨"],
+            r"50% of the characters of its own words are \[UNK\] \(at most 25% is accepted\)",
+        ),
+        (None, "has no vocab.txt, which a jieba tokenizer needs"),
+    ],
+)
+def test_folder_without_a_vocabulary_of_words_and_their_characters_is_refused(tmp_path, words, said):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "big_bird"}))
+    if words:
+        write([*SPECIAL_TOKENS, *words], tmp_path)
+    with pytest.raises(ConfigError, match=said):
         JiebaTokenizer.from_pretrained(tmp_path)
-    assert str(caught.value) == (
-        f"The vocabulary of {tmp_path} has none of jieba's words, so all of them would be split into characters."
-        " Load it with transformers' BertTokenizer, or train a vocabulary with "
-        "`hftune vocab`."
-    )
-
-
-def test_vocabulary_without_the_characters_of_its_words_is_refused(tmp_path):
-    write([*SPECIAL_TOKENS, "北京", "讨论", "我们", *"北京讨"], tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        JiebaTokenizer.from_pretrained(tmp_path)
-    assert str(caught.value) == (
-        f"For the tokenizer of {tmp_path}, 50% of the characters of its own words are [UNK] (at most 25% is accepted). Check that "
-        "vocab.txt belongs to the model, or train a vocabulary with "
-        "`hftune vocab`."
-    )
 
 
 def test_vocabulary_that_does_not_know_the_texts_is_refused(tokenizer):
     check_tokenizer(tokenizer, "models/title", sentences(20, seed=3))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"tokenizer of models/title, 100% of the tokens of these texts are \[UNK\]"):
         check_tokenizer(tokenizer, "models/title", ["鳳凰涅槃浴火"])
-    assert str(caught.value) == (
-        "For the tokenizer of models/title, 100% of the tokens of these texts are [UNK] (at most 25% is accepted). Check that "
-        "vocab.txt belongs to the model, or train a vocabulary with "
-        "`hftune vocab`."
-    )
-
-
-def test_folder_without_a_vocabulary_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "big_bird"}))
-    with pytest.raises(ConfigError) as caught:
-        JiebaTokenizer.from_pretrained(tmp_path)
-    assert str(caught.value) == f"{tmp_path} has no vocab.txt, which a jieba tokenizer needs."
 
 
 def test_use_changes_neither_its_pickle_nor_its_hash(tokenizer):
@@ -311,9 +254,5 @@ def test_vocabulary_keeps_the_most_frequent_words_and_ties_go_by_text():
     tokens = train_vocabulary(texts, 23)
     assert tokens[5:14] == ["京", "北", "上", "海", "南", "天", "州", "广", "庆"]  # at most half of the places
     assert tokens[14:] == ["北京", "上海", "南京", "天津", "广州", "重庆"]
-
-
-def test_vocabulary_too_small_for_words_is_refused():
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="A vocabulary of 12 tokens has no room for words"):
         train_vocabulary(["北京"], 12)
-    assert str(caught.value) == "A vocabulary of 12 tokens has no room for words; use thousands."

@@ -63,11 +63,10 @@ def test_an_epoch_takes_of_each_data_set_as_its_weight_says():
         assert set(Counter(parts[1]).values()) == {2} and set(Counter(parts[3]).values()) == {1}
         used += Counter(drawn)
     assert {used[sample] for sample in range(20)} == {3} and {used[sample] for sample in range(28, 31)} == {2}
-
-
-def test_weights_of_one_are_a_concatenation():
     mixed, plain = plan([(20, 1), (9, 1.0)]), BatchPlan(29, 4, seed=1)
     assert all(samples(mixed, epoch) == samples(plain, epoch) for epoch in range(3))
+    with pytest.raises(ValueError, match="do not add up to 30 samples"):
+        BatchPlan(30, 4, mixture=[(20, 1)])
 
 
 def test_passes_run_on_across_epochs_in_a_new_order_each():
@@ -75,11 +74,6 @@ def test_passes_run_on_across_epochs_in_a_new_order_each():
     epochs = [sorted(samples(batches, epoch)) for epoch in range(5)]  # three passes over ten samples
     assert set(Counter(chain.from_iterable(epochs)).values()) == {3} and epochs[0] != epochs[1]
     assert sorted(samples(plan([(10, 0.6)], seed=2), 0)) != epochs[0]
-
-
-def test_sizes_that_do_not_add_up_are_an_error():
-    with pytest.raises(ValueError, match="do not add up to 30 samples"):
-        BatchPlan(30, 4, mixture=[(20, 1)])
 
 
 def written(folder, batches, steps, swap=False):
@@ -177,48 +171,31 @@ def test_columns_that_do_not_fit_together_are_refused(files, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change, problem",
+    ("change", "problem"),
     [
-        (
-            {"weigth": 2},
-            "task.datasets[0].weigth is not a key. Keys: dataset, dataset_config, dataset_revision, data_files, split, ",
-        ),
-        (
-            {"weight": 0},
-            "task.datasets[0].weight=0 must be a number above 0: how often an epoch uses each row, such as 0.5 or 3.",
-        ),
-        ({"columns": {"text": 1}}, "task.datasets[0].columns={'text': 1} must say the name of each column there, such as "),
-        ({"data_files": "nowhere.jsonl"}, "task.datasets[0].data_files=nowhere.jsonl: there is no such file."),
-        (
-            {"data_files": {"train": "f"}},
-            "task.datasets[0].data_files={'train': 'f'} must be a path, a glob or a list of them: ",
-        ),
-        (
-            {"columns": {"text": "review", "title": "review"}},
-            "task.datasets[0].columns={'text': 'review', 'title': 'review'} gives review two names. Name each column once.",
-        ),
-        ({"dataset_revision": 1e9}, "task.datasets[0].dataset_revision=1000000000.0 is not a text. Quote it as it is meant."),
-        ({"data_files": None}, "task.datasets[0] names no data: give it data_files or dataset."),
+        ({"weigth": 2}, ".weigth is not a key. Keys: dataset, dataset_config, "),
+        ({"weight": 0}, ".weight=0 must be a number above 0"),
+        ({"columns": {"text": 1}}, ".columns={'text': 1} must say the name of each column there, such as "),
+        ({"columns": {"a": "b", "c": "b"}}, ".columns={'a': 'b', 'c': 'b'} gives b two names. Name each column once."),
+        ({"data_files": "nowhere.jsonl"}, ".data_files=nowhere.jsonl: there is no such file."),
+        ({"data_files": {"train": "f"}}, ".data_files={'train': 'f'} must be a path, a glob or a list of them: "),
+        ({"data_files": None}, " names no data: give it data_files or dataset."),
+        ({"dataset_revision": 1e9}, ".dataset_revision=1000000000.0 is not a text. Quote it as it is meant."),
     ],
 )
 def test_a_wrong_entry_is_refused(files, change, problem):
     (said,) = task(datasets_=[{**files[0], **change}, files[1]], eval_share=0.1).validate()
-    assert said.startswith(problem)
+    assert said.startswith(f"task.datasets[0]{problem}")
 
 
 def test_data_sets_beside_other_data_are_refused(files):
     def said(**fields):
         return " ".join(task(datasets_=files, **fields).validate())
 
-    assert said() == (
-        "task.datasets names training data only. Name evaluation data (task.data_files.eval=...), hold out a share of the training "
-        "rows (task.eval_share=0.1), or train without evaluation (eval.every=never)."
-    )
+    assert said().startswith("task.datasets names training data only. Name evaluation data (task.data_files.eval=...), ")
     file = files[0]["data_files"]
     assert said(data_files={"eval": file}) == ""
-    assert said(dataset="own:rows", eval_share=0.1) == (
-        "task.dataset=own:rows and task.datasets both name training data. Set task.dataset=null."
-    )
+    assert "task.dataset=own:rows and task.datasets both" in said(dataset="own:rows", eval_share=0.1)
     assert "Make the files an entry of task.datasets." in said(data_files={"train": file, "eval": file})
     assert "there is no such file" in said(data_files={"eval": "nowhere.jsonl"})
     assert task(datasets_=[], eval_share=0.1).validate()[0].startswith("task.datasets is empty. List the data sets: [{")
@@ -273,18 +250,13 @@ def test_data_files_may_be_null_and_numbers_have_to_fit(tmp_path):
         load_mixture(entries, lambda index: None)
 
 
-def test_a_data_set_of_which_no_row_is_left_is_refused(files, tmp_path):
+def test_a_data_set_of_which_nothing_is_left_is_refused(files, tmp_path):
     one = {"data_files": write(tmp_path / "one.jsonl", ["a text"], [0])}
+    data = _never(own := task(datasets_=[files[0], one], max_train_samples=3)).datasets()
     with pytest.raises(DataError, match=r"task\.datasets: no row of one\.jsonl is left to train on\."):
-        data = _never(own := task(datasets_=[files[0], one], max_train_samples=3)).datasets()
         own.mixture(data["train"])
-
-
-def test_a_data_set_of_which_no_chat_is_short_enough_is_refused():
     mixed = SimpleNamespace(sizes=lambda rows: [3, 2], weights=[1.0, 2.0], names=["short.jsonl", "long.jsonl"])
-    own = SimpleNamespace(_mixed=mixed, _rows={"train": None}, max_length=64, too_long="drop")
-    assert Chats.mixture(own, SimpleNamespace(column=lambda name: [0, 2, 2, 4])) == [(3, 1.0), (1, 2.0)]
-    with pytest.raises(
-        DataError, match=r"^task\.datasets: all chats of long\.jsonl are longer than task\.max_length=64 tokens, and"
-    ):
-        Chats.mixture(own, SimpleNamespace(column=lambda name: [0, 2]))
+    chats = SimpleNamespace(_mixed=mixed, _rows={"train": None}, max_length=64, too_long="drop")
+    assert Chats.mixture(chats, SimpleNamespace(column=lambda name: [0, 2, 2, 4])) == [(3, 1.0), (1, 2.0)]
+    with pytest.raises(DataError, match=r"all chats of long\.jsonl are longer than task\.max_length=64 tokens, and"):
+        Chats.mixture(chats, SimpleNamespace(column=lambda name: [0, 2]))
