@@ -34,15 +34,15 @@ from hftune.models.dropout import replace_dropout
 from hftune.models.kinds import compute_padding, is_of_transformers
 from hftune.models.weights import load_weights, weight_files
 from hftune.optim import build_optimizer, check_schedule, freeze, optimizer_class
-from hftune.strategies import head_trial
 from hftune.strategies.arithmetic import Arithmetic
 from hftune.strategies.base import Strategy
 from hftune.strategies.compilation import compile_model, repeated_layers
 from hftune.strategies.contract import check_sums, needs_two_samples
 from hftune.strategies.data_parallel import DataParallel
-from hftune.strategies.packing import collate_for, reason_against, trial_samples
+from hftune.strategies.packing import collate_for
 from hftune.strategies.pipeline_stages import check_stages
 from hftune.strategies.statistics import has_running_statistics
+from hftune.strategies.trial import head_problem, packing_problem, trial_samples
 
 
 @dataclass
@@ -283,7 +283,7 @@ def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     def tried() -> str | None:
         if config.compile and not repeated_layers(model):
             return "it is compiled as a whole (train.compile=true)"
-        return reason_against(model, recipe.task, dataset, samples, strategy.device, half, padding_share(plan) >= 0.01)
+        return packing_problem(model, recipe.task, dataset, samples, strategy.device, half, padding_share(plan) >= 0.01)
 
     reason = strategy.on_main(tried)
     if reason is None:
@@ -333,7 +333,7 @@ def settle_head(
     sample = 0 if lengths is None else int(np.argsort(lengths, kind="stable")[len(lengths) // 2])
     strategy.progress.stage("trying the loss in chunks")
     half = HALF[strategy.precision]
-    reason = strategy.on_main(lambda: head_trial.reason_against(model, recipe.task, dataset, sample, strategy.device, half))
+    reason = strategy.on_main(lambda: head_problem(model, recipe.task, dataset, sample, strategy.device, half))
     if reason is None:
         scored_head.install(model, "liger" if kernel == "liger" else "chunks")
         strategy.scores_head = True
@@ -362,7 +362,7 @@ def prepare(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
 
 
 def warm_up_strategy(recipe: Recipe, strategy: Strategy, plan: BatchPlan, datasets: Mapping[str, Any]) -> list[str]:
-    """Let the strategy do the one-time work of a first step, and return what ``Step.warm_up`` does. Collective."""
+    """Let the strategy do the one-time work of a first step, and return what ``Strategy.warm_up`` does. Collective."""
     strategy.progress.stage("the warm-up backward pass")
     first, *_ = plan.epoch(0)[0]
     return strategy.warm_up(first_epoch(recipe, datasets), first, frozen=recipe.train.batch_norm == "frozen")

@@ -68,6 +68,11 @@ def did_you_mean(value: Any, choices: Iterable[str]) -> str:
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the class of an error and the first line of its message, a part of a sentence: "ValueError: no such file"."""
+    return f"{type(error).__name__}: {error}".strip().partition("\n")[0].rstrip(".: ")
+
+
 def format_value(value: Any) -> str:
     """Format a value as recipes write it, in one line: YAML reads it back as the same value. Texts are always in quotes."""
     if isinstance(value, Mapping):

@@ -20,8 +20,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from hftune.errors import ConfigError
-from hftune.models.kernel_trial import first_line, problem_of
+from hftune.errors import ConfigError, first_line
+from hftune.models.trial import kernel_problem
 
 NUM_FIXED_BLOCKS = 5  # the first and the last block, which are global, and a window of three blocks
 GATHERED_ON_CPU = 2**18  # numbers in the gathered keys for each thread: 1 MiB of float32 fits a core's cache
@@ -289,7 +289,7 @@ def flex_problem(device: torch.device, dtype: torch.dtype, width: int, block_siz
     valid_T = torch.arange(num_blocks * block_size, device=device) < num_blocks * block_size - 3
     mask_TT = seen_NN.repeat_interleave(block_size, 0).repeat_interleave(block_size, 1) & valid_T
     block_mask = _block_mask(seen_NN.expand(1, num_heads, -1, -1), valid_T, block_size)
-    return problem_of(
+    return kernel_problem(
         lambda q, k, v: run_flex(q, k, v, block_mask),
         lambda q, k, v: scaled_dot_product_attention(q, k, v, mask_TT),
         (1, num_heads, len(valid_T), width),

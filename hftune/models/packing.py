@@ -4,7 +4,7 @@ Embeddings, poolers, heads and losses see the padded batch (B, T) as ever. A hoo
 a hook after the last one puts it back; in between there is one row (1, N, C) of all texts, one after the other. Attention gets
 the lengths of the texts, as the keyword argument ``packing`` that transformers hands on to it, and keeps them apart.
 
-Not every model allows this: some drop the argument, or look at the rows in another way. So ``hftune.strategies.packing``
+Not every model allows this: some drop the argument, or look at the rows in another way. So ``hftune.strategies.trial``
 compares both ways before training.
 """
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from hftune.models.dropout import attention_with_dropout
-from hftune.models.kernel_trial import problem_of
 from hftune.models.packing import Packing
+from hftune.models.trial import kernel_problem
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def is_right(kernel: Callable[..., Tensor], device: torch.device, dtype: torch.d
     kinds_BT = torch.tensor([[0] * 9 + [1] * 4 + [2] * 3, [2] * 2 + [0] * 5 + [1] * 9, [0] * 16], device=device)
     prefix = Prefix.of(kinds_BT == 1, kinds_BT < 2, packs_layers=True)
     scale, shape = width**-0.5, (1, 2, prefix.packing.num_tokens, width)
-    problem = problem_of(
+    problem = kernel_problem(
         lambda q, k, v: prefix.attend_in_two(kernel, q, k, v, 0.0, scale),
         lambda q, k, v: prefix.attend_by_rows(q, k, v, 0.0, scale),
         shape,

@@ -6,7 +6,7 @@ computed right after its loss, so that nothing of it is kept for the backward pa
 
 All of this happens inside the head's own call, where FSDP has gathered its weights and autocast is on. What comes before the
 head is the model's own code. What comes behind it, such as soft-capping, is named in ``Head``;
-``hftune.strategies.head_trial`` compares both ways before training, as a model may do something else there.
+``hftune.strategies.trial`` compares both ways before training, as a model may do something else there.
 
 Source: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024), section 3.2, FusedLinearCrossEntropy.
 """

@@ -58,7 +58,7 @@ from hftune.planning.pipeline import PipelineMeter, PipelinePlan, plan_pipeline,
 from hftune.strategies.compilation import repeated_layers
 from hftune.strategies.packing import PACKING, collate_for, compute, inputs_of, install_packing, seems_packable
 from hftune.strategies.sharding import checkpoint_tensors, without_gradient
-from hftune.strategies.statistics import buffer_versions, class_names, notice, written_buffers
+from hftune.strategies.statistics import class_names, has_running_statistics, notice
 
 
 @dataclass
@@ -513,12 +513,11 @@ def add_model(
         average = average_bytes(model) if recipe.train.ema_decay is not None else 0
         further_bytes = sizes["optimizer"] + average
         plan.disk = disk(recipe, plan, sizes["model"], further_bytes, exported_bytes(recipe, model, sizes["model"]))
-        before = buffer_versions(model)
         try:
             count_memory(model, optimizer)
         except NEEDS_VALUES as error:
             plan.notices.append(f"The memory cannot be estimated: the forward pass or the loss {needs_values(error)}")
-        classes = class_names(written_buffers(model, before))
+        classes = class_names((module, "") for module in model.modules() if has_running_statistics(module))
         if sentence := notice(classes, recipe.train.batch_norm, recipe.train.micro_batch_size):
             plan.notices.append(sentence)
 

@@ -1,14 +1,8 @@
 """The contract between the loop and the way a step is spread over processes. Independent of recipes, epochs and metrics.
 
-A strategy has three parts:
-
-- ``Collectives`` (hftune/distributed/collectives.py), which it inherits: how processes talk to each other. One implementation.
-- ``Sharding`` (hftune/strategies/sharding.py), which it has as ``strategy.sharding``: what each process holds of the weights,
-  the gradient and the optimizer state. One implementation for each way to hold them.
-- ``Step``, which it implements: which process computes which micro-batches of a step or an evaluation, and how.
-
-A new strategy is a subclass of ``Strategy`` with a ``Sharding`` of its own. It implements ``prepare``, ``warm_up``, ``fits``,
-``assign``, ``backward``, ``clip_grad_norm``, ``evaluating`` and ``forward``; the rest of ``Step`` is written once, below.
+A strategy is a ``Collectives`` (hftune/distributed/collectives.py), by which processes talk to each other, and has a
+``Sharding`` (hftune/strategies/sharding.py), which knows what each process holds of weights, gradient and optimizer state.
+A new strategy is a subclass of ``Strategy`` with its own ``Sharding``, and implements the abstract methods.
 """
 
 from __future__ import annotations
@@ -50,7 +44,7 @@ class StepBatch:
     batches: list[dict[str, Tensor]] = field(default_factory=list)
     """One for each micro-batch of mine: on the device already, or on the CPU."""
     counts: list[float] = field(default_factory=list)
-    """See ``Step.counts``."""
+    """See ``Strategy.counts``."""
     copied: torch.cuda.Event | None = None
     """When a GPU has the batches."""
 
@@ -73,14 +67,38 @@ class StepReport:
     """Whether the main process asks for a checkpoint."""
 
 
-class Step(ABC):
+class Strategy(Collectives, ABC):
     """How the processes compute one optimizer step, and one evaluation.
 
-    Invariant: a global batch gives the same loss and the same gradient however it is spread.
-
-    Training and its loop call the methods up to ``notices``; ``Strategy`` itself calls those from ``assign`` on. Every method
-    is collective (all processes must call it, in the same order) unless it says otherwise.
+    Invariant: a global batch gives the same loss and the same gradient however it is spread. Every method is collective (all
+    processes must call it, in the same order) unless it says otherwise.
     """
+
+    model: nn.Module
+    """What ``task.predictions`` is given in an evaluation: a full model, whose forward pass waits for no other process; or what
+    stands for it if there is none."""
+    sharding: Sharding
+    computes_alone = False
+    """Whether a process computes its part of a step without waiting for others until the gradient is summed; see StepTimes."""
+
+    def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None):
+        super().__init__(accelerator, progress)
+        self.task = task
+        self.dp_rank, self.dp_size = self.process_index, self.num_processes
+        """Which of the ``dp_size`` shares of a step this process computes. Several processes may compute one, in a pipeline."""
+        self.exact = torch.float32 if self.device.type == "mps" else torch.float64  # Metal has no float64
+        self.times = StepTimes(self.device, self.process_index, self.num_processes, self.computes_alone)
+        self.collate_packed: Callable[[list[Any]], dict[str, Any]] | None = None
+        """Collates for training without padding; set before ``prepare``. Evaluations pad, as they are sorted."""
+        self.scores_head = False
+        """Whether the model computes the loss together with its head, given targets; set before ``prepare``."""
+        # Of the last forward_backward. Tensors are on the device.
+        self._loaders: dict[str, Loader] = {}
+        """Of training and evaluation."""
+        self._counts: list[float] = []
+        """What this process added to the sums."""
+        self._sums = self._loss = torch.zeros(())
+        self._micro_losses: list[Tensor] = []
 
     @abstractmethod
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -115,82 +133,11 @@ class Step(ABC):
         """
 
     @abstractmethod
-    def batches(
-        self, dataset: Any, steps: Sequence[list[MicroBatch]], first_step: int, num_workers: int, epoch: int = 0
-    ) -> Generator[StepBatch, None, None]:
-        """Yield this process's part of each step from ``first_step`` on, with its samples loaded. Not collective.
-
-        The samples are augmented for ``epoch``. Close the iterator if it is not read to its end: it may have a thread.
-        """
-
-    @abstractmethod
-    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False, save: bool = False) -> None:
-        """Accumulate the gradient of the step's mean loss, in float32. Does not wait for the device.
-
-        Args:
-            stop: this process was asked to stop.
-            save: a checkpoint is due, by the clock of this process, the main one.
-        """
-
-    @abstractmethod
-    def not_finite(self, batch: StepBatch) -> list[str]:
-        """Return on the main process and on all others which processes met a loss that is not finite, and on which samples.
-
-        About the last ``report``, whose batch this was.
-        """
-
-    @abstractmethod
-    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        """Scale the gradient down to ``max_norm``, without waiting for the device.
-
-        Args:
-            max_norm: None: measure the norm and leave the gradient as it is.
-
-        Returns:
-            Its global norm before that, equal on all processes: a scalar on the device.
-        """
-
-    @abstractmethod
-    def report(self, grad_norm: Tensor) -> StepReport:
-        """Read the results of ``forward_backward`` and ``clip_grad_norm``: the only wait for the device in a step."""
-
-    @abstractmethod
-    def optimizer_step(self, lr: float) -> None:
-        """Apply the gradient at this learning rate, then clear it."""
-
-    @abstractmethod
-    def evaluation_batches(
-        self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
-    ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
-        """Yield this process's share of the micro-batches, on the device; shares may be empty.
-
-        Until the last one is taken, the model is in evaluation mode and the same on all processes, running statistics
-        included. Random draws, such as those of sampled generation, are keyed by micro-batch. The batches end early if
-        ``should_stop`` became true here, or on a process that computes the same micro-batches. A micro-batch may come twice,
-        of which the second time counts: if a task turns out to use the model, see ``FullySharded``.
-        """
-
-    @abstractmethod
-    def forward(self, batch: dict[str, Tensor]) -> Any:
-        """Return the outputs for one of ``evaluation_batches``, without gradient. To be called once for each of them."""
-
-    def notices(self) -> list[str]:
-        """Return what a user should know about how the work is spread, one sentence each. Not collective."""
-        return []
-
-    @abstractmethod
     def assign(self, step: list[MicroBatch]) -> StepBatch:
         """Return what this process computes of a step: its micro-batches, then dummies. Not collective.
 
         Together the processes must compute each micro-batch with weight 1 exactly once, and the result may depend only on
         the step and on this process's rank.
-        """
-
-    @abstractmethod
-    def counts(self, batch: StepBatch) -> list[float]:
-        """Return what this process adds to the step's number of items, number of samples, and two sums of their digest.
-
-        The sums over all processes must be those of the global batch. The samples are on the CPU. Not collective.
         """
 
     @abstractmethod
@@ -206,38 +153,27 @@ class Step(ABC):
         """
 
     @abstractmethod
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        """Scale the gradient down to ``max_norm``, without waiting for the device.
+
+        Args:
+            max_norm: None: measure the norm and leave the gradient as it is.
+
+        Returns:
+            Its global norm before that, equal on all processes: a scalar on the device.
+        """
+
+    @abstractmethod
     def evaluating(self) -> AbstractContextManager[None]:
         """Return a context in which ``self.model`` is in evaluation mode and the same on all processes."""
 
+    @abstractmethod
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        """Return the outputs for one of ``evaluation_batches``, without gradient. To be called once for each of them."""
 
-class Strategy(Collectives, Step):
-    """A step spread over processes: what all strategies share."""
-
-    model: nn.Module
-    """What ``task.predictions`` is given in an evaluation: a full model, whose forward pass waits for no other process; or what
-    stands for it if there is none."""
-    sharding: Sharding
-    computes_alone = False
-    """Whether a process computes its part of a step without waiting for others until the gradient is summed; see StepTimes."""
-
-    def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None):
-        super().__init__(accelerator, progress)
-        self.task = task
-        self.dp_rank, self.dp_size = self.process_index, self.num_processes
-        """Which of the ``dp_size`` shares of a step this process computes. Several processes may compute one, in a pipeline."""
-        self.exact = torch.float32 if self.device.type == "mps" else torch.float64  # Metal has no float64
-        self.times = StepTimes(self.device, self.process_index, self.num_processes, self.computes_alone)
-        self.collate_packed: Callable[[list[Any]], dict[str, Any]] | None = None
-        """Collates for training without padding; set before ``prepare``. Evaluations pad, as they are sorted."""
-        self.scores_head = False
-        """Whether the model computes the loss together with its head, given targets; set before ``prepare``."""
-        # Of the last forward_backward. Tensors are on the device.
-        self._loaders: dict[str, Loader] = {}
-        """Of training and evaluation."""
-        self._counts: list[float] = []
-        """What this process added to the sums."""
-        self._sums = self._loss = torch.zeros(())
-        self._micro_losses: list[Tensor] = []
+    def notices(self) -> list[str]:
+        """Return what a user should know about how the work is spread, one sentence each. Not collective."""
+        return []
 
     @property
     def reads_ahead(self) -> bool:
@@ -298,6 +234,10 @@ class Strategy(Collectives, Step):
     def batches(
         self, dataset: Any, steps: Sequence[list[MicroBatch]], first_step: int, num_workers: int, epoch: int = 0
     ) -> Generator[StepBatch, None, None]:
+        """Yield this process's part of each step from ``first_step`` on, with its samples loaded. Not collective.
+
+        The samples are augmented for ``epoch``. Close the iterator if it is not read to its end: it may have a thread.
+        """
         # The loader may run ahead of the steps, so it needs an iterator of its own.
         assigned, ahead = tee(self.assign(steps[index]) for index in range(first_step, len(steps)))
         samples = (micro_batch.samples.tolist() for batch in ahead for micro_batch in batch.mine)
@@ -349,6 +289,13 @@ class Strategy(Collectives, Step):
     def evaluation_batches(
         self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
     ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
+        """Yield this process's share of the micro-batches, on the device; shares may be empty.
+
+        Until the last one is taken, the model is in evaluation mode and the same on all processes, running statistics
+        included. Random draws, such as those of sampled generation, are keyed by micro-batch. The batches end early if
+        ``should_stop`` became true here, or on a process that computes the same micro-batches. A micro-batch may come twice,
+        of which the second time counts: if a task turns out to use the model, see ``FullySharded``.
+        """
         mine = self.share(micro_batches)
         loaded = self.evaluated(dataset, mine, num_workers)
         with self.evaluating():
@@ -364,6 +311,12 @@ class Strategy(Collectives, Step):
         return self._kept_loader("evaluation", dataset, num_workers).read(lists)
 
     def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False, save: bool = False) -> None:
+        """Accumulate the gradient of the step's mean loss, in float32. Does not wait for the device.
+
+        Args:
+            stop: this process was asked to stop.
+            save: a checkpoint is due, by the clock of this process, the main one.
+        """
         self._counts = [*batch.counts, stop, save]
         self._sums = self.sum(self._on_device([*self._counts, *self.times.told()]))
         items = self._sums[0]
@@ -376,6 +329,7 @@ class Strategy(Collectives, Step):
         return host.to(self.device, non_blocking=True)
 
     def report(self, grad_norm: Tensor) -> StepReport:
+        """Read the results of ``forward_backward`` and ``clip_grad_norm``: the only wait for the device in a step."""
         results = torch.stack([self._loss, grad_norm.to(self.exact)])
         loss, norm, num_items, num_samples, low, high, stops, saves, *seconds = torch.cat([results, self._sums]).tolist()
         if self.num_processes == 1:
@@ -384,6 +338,10 @@ class Strategy(Collectives, Step):
         return StepReport(loss, norm, num_items, int(num_samples), format_digest(low, high), stops > 0, saves > 0)
 
     def counts(self, batch: StepBatch) -> list[float]:
+        """Return what this process adds to the step's number of items, number of samples, and two sums of their digest.
+
+        The sums over all processes must be those of the global batch. The samples are on the CPU. Not collective.
+        """
         items = [float(self.task.num_items(self.task.target(loaded))) for loaded in batch.batches]
         num_items = sum(count * weight for count, weight in zip(items, batch.weights, strict=True))
         samples = [micro_batch.samples for micro_batch, weight in zip(batch.mine, batch.weights, strict=True) if weight]
@@ -391,6 +349,10 @@ class Strategy(Collectives, Step):
         return [num_items, len(mine), *samples_digest(mine)]
 
     def not_finite(self, batch: StepBatch) -> list[str]:
+        """Return on the main process and on all others which processes met a loss that is not finite, and on which samples.
+
+        About the last ``report``, whose batch this was.
+        """
         if self._sums[0] == 0:
             return ["task.num_items is 0 for all its samples"]
         culprits = [
@@ -401,6 +363,7 @@ class Strategy(Collectives, Step):
         return self.broadcast(self.gather_to_main(culprits))
 
     def optimizer_step(self, lr: float) -> None:
+        """Apply the gradient at this learning rate, then clear it."""
         optimizer = self.sharding.optimizer
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)  # see Task.parameter_groups

@@ -6,16 +6,14 @@ train with a wrong scale, and no number would look wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hftune.errors import ConfigError
-from hftune.strategies.statistics import restored_buffers
+from hftune.errors import ConfigError, first_line
+from hftune.models.trial import trying
 from hftune.task import BatchLossTask, Task
 
 EXACT = 1e-3
@@ -82,15 +80,10 @@ def not_checked(task: Task, reason: str) -> list[str]:
     return [f"{type(task).__name__}.loss was not checked, because {reason}. Make sure that it returns a sum over the items."]
 
 
-def first_line(error: Exception) -> str:
-    """Return the class and the first line of an error, as a part of a sentence."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".: ")
-
-
 def compute(task: Task, model: nn.Module, batches: list[dict[str, Tensor]]) -> list[BatchLoss]:
     """Return the loss of each batch; model and random generators stay as they are."""
     results = []
-    with leaving_no_trace(model, training=False):
+    with trying(model):
         for batch in batches:
             loss = float(task.loss(model(**task.inputs(batch)), task.target(batch)))
             shapes = [tuple(value.shape[1:]) for value in batch.values() if isinstance(value, Tensor)]
@@ -98,25 +91,12 @@ def compute(task: Task, model: nn.Module, batches: list[dict[str, Tensor]]) -> l
     return results
 
 
-@contextmanager
-def leaving_no_trace(model: nn.Module, training: bool) -> Iterator[None]:
-    """Put a model into a mode, without gradients; at the end modes, buffers and random generators are what they were."""
-    modes = {module: module.training for module in model.modules()}
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), restored_buffers(model), torch.compiler.set_stance("force_eager"):
-        model.train(training)
-        try:
-            yield
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-
-
 def needs_two_samples(task: Task, model: nn.Module, dataset: Any) -> bool:
     """Return whether a model cannot train on one sample, as BatchNorm cannot where it has one value per channel."""
     if not any(isinstance(module, BATCH_NORMS) for module in model.modules()):
         return False
     try:
-        with leaving_no_trace(model, training=True):
+        with trying(model, training=True):
             model(**task.inputs(task.collate([dataset[0]])))
     except CANNOT as error:
         return "more than 1 value per channel" in str(error)

@@ -18,14 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from hftune.batch_plan import MicroBatch
 from hftune.distributed.progress import Progress
 from hftune.models.kinds import TARGETS
+from hftune.models.trial import named_buffers, restored_buffers
 from hftune.strategies.base import StepBatch, Strategy, dummy_micro_batch
-from hftune.strategies.head_trial import reads_scores
 from hftune.strategies.optimizer_state import most_moments
-from hftune.strategies.packing import compute, inputs_of, install_packing
+from hftune.strategies.packing import compute, inputs_of, install_packing, reads_scores
 from hftune.strategies.pipeline_stages import layers_of
 from hftune.strategies.seeds import LayerSeeds
 from hftune.strategies.sharding import Replicated, Sharding, fill_gradients, refuse_unused, without_gradient
-from hftune.strategies.statistics import RunningStatistics, class_names, freeze, named_buffers, restored_buffers
+from hftune.strategies.statistics import RunningStatistics, class_names, freeze
 from hftune.strategies.two_pass import cache
 from hftune.task import BatchLossTask, Task
 

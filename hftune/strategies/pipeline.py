@@ -32,13 +32,14 @@ from hftune.batch_plan import MicroBatch
 from hftune.config.sections import ParallelConfig
 from hftune.distributed.progress import Progress
 from hftune.errors import TrainingError
+from hftune.models.trial import restored_buffers
 from hftune.strategies.base import StepBatch, Strategy, dummy_micro_batch
 from hftune.strategies.packing import compute, inputs_of, install_packing
 from hftune.strategies.pipeline_sharding import Grid, StagedWeights
 from hftune.strategies.pipeline_stages import layers_of
 from hftune.strategies.seeds import LayerSeeds
 from hftune.strategies.sharding import refuse_unused, without_gradient
-from hftune.strategies.statistics import RunningStatistics, class_names, freeze, restored_buffers
+from hftune.strategies.statistics import RunningStatistics, class_names, freeze
 from hftune.task import Task
 
 TorchSchedule: TypeAlias = PipelineScheduleSingle | PipelineScheduleMulti

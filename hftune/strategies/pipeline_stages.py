@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, first_line
 from hftune.models.stacks import outermost_lists
+from hftune.models.trial import EXACT, alike, trying
 
 HOW = (
     "A pipeline cuts models that have a method stage(index, count), which returns one of their parts, and transformers' "
@@ -78,42 +78,30 @@ def check_stages(model: nn.Module, count: int, split: Sequence[int] | None, inpu
     Raises:
         ConfigError: they do not, or the model cannot be cut.
     """
-    was_training, name = model.training, type(model).__name__
-    model.eval()
-    stages = [stage.eval() for stage in cut(model, count, split)]
+    name, stages = type(model).__name__, cut(model, count, split)
     for index, stage in enumerate(stages, start=1):
         if not any(parameter.requires_grad for parameter in stage.parameters()):
             raise ConfigError(
                 f"Stage {index} of {count} has no parameter to train: its part of {name} is frozen. Unfreeze some of it, "
                 "or assign layers to stages with parallel.split."
             )
-    with torch.no_grad():
+    with trying(model):
         expected, outputs = model(**inputs), None
-    try:
-        with torch.no_grad():
+        try:
             for index, stage in enumerate(stages, start=1):
-                outputs = stage(outputs, **inputs)
+                outputs = stage.eval()(outputs, **inputs)
                 if index < count and outputs.shape[:2] != (given := next(iter(inputs.values()))).shape[:2]:
                     raise ValueError(
                         f"stage {index} returns {tuple(outputs.shape)} and should return (rows, length, width): its input is "
                         f"{tuple(given.shape)}"
                     )
-    except (RuntimeError, TypeError, AttributeError, ValueError, IndexError) as error:
-        reason = str(error).strip().splitlines() or [""]
-        raise ConfigError(f"{name} cannot be cut into stages: {type(error).__name__}: {reason[0]}. {HOW}") from error
-    finally:
-        model.train(was_training)
-    pairs = [[value for value in tree_leaves(either) if isinstance(value, Tensor)] for either in (outputs, expected)]
-    if len(pairs[0]) != len(pairs[1]) or not all(map(_alike, *pairs)):
-        raise ConfigError(
-            f"{name} cannot be cut into stages: run one after the other, they do not return what the whole model returns. {HOW}"
-        )
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are equal up to the rounding of kernels that see different strides."""
-    tolerance = 1e-5 * float(other.abs().max())
-    return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=1e-4, atol=tolerance)
+        except (RuntimeError, TypeError, AttributeError, ValueError, IndexError) as error:
+            raise ConfigError(f"{name} cannot be cut into stages: {first_line(error)}. {HOW}") from error
+        if not alike(expected, outputs, 10 * EXACT):  # kernels round differently if they see different strides
+            raise ConfigError(
+                f"{name} cannot be cut into stages: run one after the other, they do not return what the whole model returns. "
+                f"{HOW}"
+            )
 
 
 def balanced(costs: Sequence[int], count: int) -> list[int]:

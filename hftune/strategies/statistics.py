@@ -7,72 +7,18 @@ and the results are averaged, weighted by samples: the same however the step is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-Place = tuple[nn.Module, str]
-"""Where a buffer is: the module that has it, and its name there."""
+from hftune.models.trial import Place
 
 
 def has_running_statistics(module: nn.Module) -> bool:
     """Return whether a module keeps running statistics, as torch's BatchNorm and InstanceNorm do."""
     return isinstance(getattr(module, "running_mean", None), Tensor)
-
-
-def named_buffers(model: nn.Module) -> dict[str, Place]:
-    """Return where each buffer of the state dict is, by name.
-
-    A buffer that is not in the state dict, such as a table of rotary embeddings, is a cache.
-    """
-    persistent = model.state_dict(keep_vars=True)
-    places = {
-        f"{prefix}.{name}" if prefix else name: (module, name)
-        for prefix, module in model.named_modules()
-        for name, _ in module.named_buffers(recurse=False, remove_duplicate=False)
-    }
-    return {name: place for name, place in places.items() if name in persistent}
-
-
-@contextmanager
-def restored_buffers(model: nn.Module) -> Iterator[dict[str, Place]]:
-    """Restore the values of all buffers at the end. The dict yielded is then filled with the buffers that had changed."""
-    places = named_buffers(model)
-    buffers = {name: getattr(*place) for name, place in places.items()}
-    values = {name: buffer.clone() for name, buffer in buffers.items()}
-    changed: dict[str, Place] = {}
-    try:
-        yield changed
-    finally:
-        with torch.no_grad():
-            for name, (module, key) in places.items():
-                before, now = values[name], getattr(module, key)
-                if now is None or now.shape != before.shape or now.dtype != before.dtype:
-                    pass  # not a statistic, but something like a mask that has grown
-                elif not torch.equal(now, before):
-                    changed[name] = module, key
-                buffers[name].copy_(before)
-                setattr(module, key, buffers[name])
-
-
-def buffer_versions(model: nn.Module) -> dict[str, int]:
-    """Return how often each buffer has been written to."""
-    return {name: getattr(*place)._version for name, place in named_buffers(model).items()}
-
-
-def written_buffers(model: nn.Module, before: Mapping[str, int]) -> list[Place]:
-    """Return the buffers that were written to since ``buffer_versions``, or that torch writes to in training.
-
-    For models without values, whose buffers cannot be compared.
-    """
-    now = buffer_versions(model)
-    return [
-        place
-        for name, place in named_buffers(model).items()
-        if has_running_statistics(place[0]) or now[name] != before.get(name)
-    ]
 
 
 class RunningStatistics:

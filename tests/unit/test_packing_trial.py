@@ -12,7 +12,8 @@ from hftune.build import build, default_parts, idle_notices, padding_share, sett
 from hftune.distributed.progress import Progress
 from hftune.errors import DataError
 from hftune.models.packing import Packing, install, stack_of
-from hftune.strategies.packing import collate_for, compute, inputs_of, reason_against, trial_samples
+from hftune.strategies.packing import collate_for, compute, inputs_of
+from hftune.strategies.trial import packing_problem, trial_samples
 
 SMALL = ("task.max_train_samples=60", "task.max_eval_samples=10", "train.batch_size=16", "train.micro_batch_size=null")
 
@@ -91,7 +92,7 @@ def test_attention_of_ones_own_is_padded_with_a_reason(parts, how, reason):
     model = spoiled(bert(), how)
     state = torch.random.get_rng_state()
     samples = trial_samples(built.plan.lengths)
-    assert reason_against(model, task, data, samples, torch.device("cpu"), None) == reason
+    assert packing_problem(model, task, data, samples, torch.device("cpu"), None) == reason
     assert model.training and torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -103,7 +104,7 @@ def test_what_the_task_refuses_is_no_reason_to_pad(parts, monkeypatch):
 
     monkeypatch.setattr(recipe.task, "loss", loss)
     with pytest.raises(DataError, match="names no class"):
-        reason_against(
+        packing_problem(
             built.model, recipe.task, built.datasets["train"], trial_samples(built.plan.lengths), torch.device("cpu")
         )
 
@@ -156,7 +157,7 @@ def test_outputs_of_other_shapes_are_something_else(parts):
     recipe, built = parts
     samples = trial_samples(built.plan.lengths)
     model = bert(output_hidden_states=True)
-    reason = reason_against(model, recipe.task, built.datasets["train"], samples, torch.device("cpu"))
+    reason = packing_problem(model, recipe.task, built.datasets["train"], samples, torch.device("cpu"))
     assert reason == "it computes something else then"
 
 
@@ -165,8 +166,8 @@ def test_unequal_texts_without_a_mask_are_padded(parts, monkeypatch):
     task, samples = recipe.task, trial_samples(built.plan.lengths)
     monkeypatch.setattr(type(task), "inputs", lambda self, batch: {"input_ids": batch["input_ids"]})
     given = (bert(), task, built.datasets["train"], samples, torch.device("cpu"))
-    assert reason_against(*given) == "its inputs have no attention_mask"
-    assert reason_against(*given, needs_mask=False) is None  # as blocks of equal length
+    assert packing_problem(*given) == "its inputs have no attention_mask"
+    assert packing_problem(*given, needs_mask=False) is None  # as blocks of equal length
 
 
 def test_width_is_read_from_transformers_configs_only():

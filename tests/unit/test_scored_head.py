@@ -26,7 +26,8 @@ from hftune.models import scored_head
 from hftune.models.bigbird import PrefixLM, PrefixLMConfig
 from hftune.models.scored_head import Head, ScoredOutput, install, liger_problem
 from hftune.planning.plan import make_plan
-from hftune.strategies.head_trial import reads_scores, reason_against
+from hftune.strategies.packing import reads_scores
+from hftune.strategies.trial import head_problem
 from hftune.tasks.language_modeling import LanguageModeling
 from hftune.tasks.text import head_loss, head_losses
 
@@ -237,7 +238,7 @@ def samples():
 
 
 def tried(task, model, samples):
-    found = reason_against(model, task, samples, 1, torch.device("cpu"))
+    found = head_problem(model, task, samples, 1, torch.device("cpu"))
     assert "forward" not in vars(model)  # the trial leaves no trace
     return found
 
@@ -250,7 +251,7 @@ def test_the_trial_lets_a_model_through_that_computes_the_same(samples):
 def test_a_base_in_bf16_with_a_head_in_float32_is_tried_as_it_is_trained(samples):
     model = decoder("llama").bfloat16()
     model.lm_head.float()
-    found = reason_against(model, Tokens(), samples, 1, torch.device("cpu"), torch.bfloat16)
+    found = head_problem(model, Tokens(), samples, 1, torch.device("cpu"), torch.bfloat16)
     assert found is None
 
 
