@@ -1,4 +1,4 @@
-"""How much memory a training step needs, without using it. Independent of recipes and processes.
+"""How much memory a training step needs, without using it. Knows neither recipes nor processes.
 
 In torch's FakeTensorMode tensors have shape, type and device but no values. A forward and backward pass of a terabyte model
 takes milliseconds, and its tensors can be counted one by one.
@@ -6,7 +6,8 @@ takes milliseconds, and its tensors can be counted one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet, finalize
@@ -36,20 +37,26 @@ NEEDS_VALUES = (
 
 @dataclass
 class StepMemory:
-    """Bytes of tensors on the device at the peak of a step. Workspaces of kernels are not included."""
+    """Bytes of tensors on the device of a process at the peak of a step. Workspaces of kernels are not included."""
 
     peak_bytes: int
-    """All of the following together."""
+    """All of the following together, except ``frozen_bytes``."""
     weights_bytes: int
     """Parameters and buffers."""
     gradients_bytes: int
-    """Those that exist at the peak."""
+    """Those that exist at the peak, except in DDP's buckets."""
     optimizer_bytes: int
     """What the optimizer keeps for each parameter."""
     average_bytes: int
     """The moving average of ``train.ema_decay``."""
     activations_bytes: int
     """The rest: the batch, what the forward pass keeps for the backward pass, and intermediate results."""
+    ddp_buckets_bytes: int = 0
+    """DDP's buckets, which hold the gradients all the time."""
+    receive_bytes: int = 0
+    """In a pipeline: torch's receive buffers, one per micro-batch and direction, each as large as the largest micro-batch."""
+    frozen_bytes: int = 0
+    """Part of the weights: those that are not trained, as beside adapters; 0 if all parameters are."""
 
 
 def without_values(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -69,14 +76,12 @@ def as_fake(model: nn.Module, device: torch.device) -> None:
     Not built in FakeTensorMode: modules there cannot change their type, as ``model.double()`` does (torch 2.13).
     """
     made: dict[Tensor, Tensor] = {}
+    own = {"recurse": False, "remove_duplicate": False}
     for module in model.modules():
-        for name, value in module.named_parameters(recurse=False, remove_duplicate=False):
+        for name, value in [*module.named_parameters(**own), *module.named_buffers(**own)]:
             if value not in made:
-                made[value] = nn.Parameter(torch.empty_like(value, device=device), value.requires_grad)
-            setattr(module, name, made[value])
-        for name, value in module.named_buffers(recurse=False, remove_duplicate=False):
-            if value not in made:
-                made[value] = torch.empty_like(value, device=device)
+                empty = torch.empty_like(value, device=device)
+                made[value] = nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
             setattr(module, name, made[value])
 
 
@@ -90,6 +95,8 @@ class TensorBytes(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.live, self.peak, self.gradients, self.gradients_at_peak = 0, 0, 0, 0
+        self.given: set[Tensor] = set()
+        """The parameters that a gradient has come to, in ``of_training``."""
         self._known: WeakSet[torch.UntypedStorage] = WeakSet()
 
     def add_all(self, tensors: Iterable[Tensor]) -> int:
@@ -121,54 +128,37 @@ class TensorBytes(TorchDispatchMode):
                 self.add(value)
         return result
 
+    @contextmanager
+    def of_training(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Count what is computed inside; ``gradients`` are those of these parameters, there already or created inside."""
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        there = {parameter for parameter in trainable if parameter.grad is not None}
+        self.gradients = self.add_all(parameter.grad for parameter in there)
 
-@dataclass(frozen=True)
-class PassMemory:
-    """Memory of one pass of one micro-batch, in bytes. Includes what earlier passes of this micro-batch left."""
+        def came(parameter: Tensor) -> None:
+            self.gradients += 0 if parameter in there else parameter.grad.nbytes
+            self.given.add(parameter)
 
-    peak_bytes: int
-    """Maximum while it is computed."""
-    left_bytes: int
-    """Afterwards, for later passes; gradients of parameters not counted."""
-    gradients_bytes: int
-    """Part of the peak: gradients that did not exist before the first of the passes."""
+        hooks = [value.register_post_accumulate_grad_hook(came) for value in trainable]
+        try:
+            with self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
-def pass_memory(
-    parameters: Iterable[nn.Parameter], there: Iterable[Tensor], passes: Iterable[Callable[[], None]]
-) -> list[PassMemory]:
-    """Measure each pass that one micro-batch goes through, one after the other; the gradients are kept.
-
-    Args:
-        parameters: whose gradients are created, or exist already.
-        there: tensors that the passes use and that are not counted.
-    """
-    counter, trainable = TensorBytes(), [value for value in parameters if value.requires_grad]
-    missing = [value for value in trainable if value.grad is None]
-    counter.add_all([*there, *parameters, *(value.grad for value in trainable if value.grad is not None)])
-    before = counter.live
-
-    def came(parameter: Tensor) -> None:
-        counter.gradients += parameter.grad.nbytes
-
-    hooks = [parameter.register_post_accumulate_grad_hook(came) for parameter in missing]
-    found = []
-    for compute in passes:
-        counter.peak = counter.live
-        with counter:
-            compute()
-        new = sum(value.grad.nbytes for value in missing if value.grad is not None)
-        found.append(PassMemory(counter.peak - before, counter.live - before - new, counter.gradients_at_peak))
-    for hook in hooks:
-        hook.remove()
-    return found
+def set_gradients(parameters: Iterable[nn.Parameter], exist: bool) -> None:
+    """Let the gradients of the trainable parameters exist, as after an earlier pass or in DDP's buckets, or not."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter) if exist else None
 
 
 def average_bytes(model: nn.Module) -> int:
     """Return the bytes of a moving average of a model's weights, as ``train.ema_decay`` keeps it."""
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    persistent = model.state_dict(keep_vars=True)
-    tensors = {name: value for name, value in (parameters | buffers).items() if name in parameters or name in persistent}
+    parameters, persistent = dict(model.named_parameters()), model.state_dict(keep_vars=True)
+    tensors = parameters | {name: value for name, value in model.named_buffers() if name in persistent}
     return sum(tensors[name].nbytes for name in averaged_names(parameters, tensors))
 
 
@@ -184,21 +174,14 @@ def packable_weights(model: nn.Module) -> list[nn.Parameter]:
     return [layer.weight for layer in layers if not layer.weight.requires_grad]
 
 
-def packed_bytes(weight: Tensor) -> int:
-    """Return the size of a weight in 4 bits."""
-    return round(weight.numel() * PACKED)
-
-
 def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer all of its state: by a step, or, where a step asks tensors for values, as STATES says."""
     to_training(optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if (state_of := STATES.get(type(optimizer).__name__)) is not None:
-        for group in optimizer.param_groups:
-            optimizer.state.update({parameter: state_of(parameter, optimizer) for parameter in group["params"]})
+        optimizer.state.update({parameter: state_of(parameter, optimizer) for parameter in parameters})
         return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.empty_like(parameter)
+    set_gradients(parameters, exist=True)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -233,31 +216,31 @@ def step_memory(
     forward_backward: Callable[[], None],
     has_gradients: bool,
     average_bytes: int = 0,
+    counter: TensorBytes | None = None,
 ) -> StepMemory:
     """Measure one forward and backward pass of a model whose optimizer has its state; the gradients are kept.
 
     Args:
-        average_bytes: of the moving average of the weights, which exists all the time.
         has_gradients: memory for all gradients is taken before the pass, by an earlier pass or by DDP's buckets.
+        average_bytes: of the moving average of the weights, which exists all the time.
+        counter: a new one, which is left with the parameters that got a gradient.
     """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    held = {parameter: torch.empty_like(parameter) for parameter in trainable} if has_gradients else {}
-    moments = [value for value in tree_leaves(list(optimizer.state.values())) if isinstance(value, Tensor)]
-    counter = TensorBytes()
+    counter = counter or TensorBytes()
     weights_bytes = counter.add_all([*model.parameters(), *model.buffers()])
-    optimizer_bytes = counter.add_all(moments)
-    counter.gradients = counter.add_all(held.values())
-
-    def came(parameter: Tensor) -> None:
-        if held.pop(parameter, None) is None:  # else the new one takes the place of one that was there
-            counter.gradients += parameter.grad.nbytes
-
-    hooks = [parameter.register_post_accumulate_grad_hook(came) for parameter in trainable]
-    optimizer.zero_grad()
-    with counter:
+    moments = tree_leaves(list(optimizer.state.values()))
+    optimizer_bytes = counter.add_all(value for value in moments if isinstance(value, Tensor))
+    set_gradients(model.parameters(), has_gradients)
+    with counter.of_training(model.parameters()):
         forward_backward()
-    for hook in hooks:
-        hook.remove()
     rest = counter.peak - weights_bytes - optimizer_bytes - counter.gradients_at_peak
-    peak_bytes = counter.peak + average_bytes
-    return StepMemory(peak_bytes, weights_bytes, counter.gradients_at_peak, optimizer_bytes, average_bytes, rest)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    has_frozen = len(trained) < len([*model.parameters()])
+    return StepMemory(
+        counter.peak + average_bytes,
+        weights_bytes,
+        counter.gradients_at_peak,
+        optimizer_bytes,
+        average_bytes,
+        rest,
+        frozen_bytes=weights_bytes - sum(parameter.nbytes for parameter in trained) if has_frozen else 0,
+    )

@@ -1,39 +1,26 @@
-"""A pipeline run before it starts: its stages, the memory of each process, its idle time. Independent of files and launchers.
+"""A pipeline before it runs: its stages, the memory of each process, its idle time. Knows neither files nor launchers.
 
-As in ``hftune.planning.memory``, tensors have no values here. The stages are those of ``hftune.strategies.pipeline``, the
-order of their passes is torch's, and so are the functions that compute backward. Only the messages are left out.
+As in ``hftune.planning.memory``, tensors have no values here. The stages are those of ``hftune.strategies.pipeline``; how many
+micro-batches are in flight, and how long processes wait, follows from the schedule by a formula.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 
-from hftune.batch_plan import BatchPlan, MicroBatch, balance
 from hftune.config import Recipe
 from hftune.config.sections import ParallelConfig
 from hftune.errors import ConfigError
-from hftune.planning.memory import (
-    NEEDS_VALUES,
-    PassMemory,
-    StepMemory,
-    TensorBytes,
-    average_bytes,
-    pass_memory,
-    without_values,
-)
-from hftune.strategies.base import dummy_micro_batch
+from hftune.planning.memory import NEEDS_VALUES, StepMemory, TensorBytes, average_bytes, set_gradients, without_values
 from hftune.strategies.packing import PACKING, compute, inputs_of, install_packing
 from hftune.strategies.pipeline import PipelineMicroBatch, Stage
-from hftune.strategies.pipeline_schedules import Action, Pass, idle_share, order_of
 from hftune.strategies.pipeline_stages import check_stages, cut, layers_of
 from hftune.strategies.seeds import LayerSeeds
 
@@ -47,15 +34,6 @@ class StagePlan:
     modules: list[str]
     """Names of its modules in the model, layers one by one."""
     parameters: int
-
-
-@dataclass
-class PlaceMemory(StepMemory):
-    """Of the process with one rank in the pipeline."""
-
-    receive_bytes: int
-    """Part of the peak: torch's receive buffers, one per micro-batch and direction, each as large as the step's largest
-    micro-batch."""
 
 
 @dataclass
@@ -75,59 +53,41 @@ class PipelinePlan:
     """Dummy micro-batches in the first epoch, of one sample each, that the schedule needs and that do not count."""
     stages: list[StagePlan] = field(default_factory=list)
     """First to last; empty if the model cannot be built without values."""
-    places: list[PlaceMemory] = field(default_factory=list)
+    places: list[StepMemory] = field(default_factory=list)
     """Memory of each process of a pipeline, first to last; empty if it cannot be estimated."""
 
 
-@dataclass
-class PipelineSurvey:
-    """Results of one walk through the first epoch, for pipelines."""
+def idle_share(config: ParallelConfig, num_micro_batches: int) -> float:
+    """Return the share of a step's time in which the processes of a pipeline wait for each other, from 0 to 1.
 
-    usual: int
-    """Micro-batches that a pipeline computes in a typical step: the most frequent number, the larger one of two."""
-    filled_up: int
-    heaviest: list[list[MicroBatch]]
-    """Shares of a step, dummies included, that may need the most memory."""
+    In an ideal pipeline: stages and micro-batches of equal cost, backward passes twice as long as forward passes, messages
+    that take no time.
 
-
-def survey_pipelines(batches: BatchPlan, num_steps: int, config: ParallelConfig, dp_size: int) -> PipelineSurvey:
-    """Walk through the first epoch, or the part of it that is trained, as the pipelines would."""
-    order, counts, filled_up = batches.epoch(0), Counter(), 0
-    heaviest: dict[str, tuple[int, list[MicroBatch]]] = {}
-    for number in range(min(num_steps, batches.num_steps)):
-        step = order[number]
-        for assigned in balance([micro_batch.cost for micro_batch in step], dp_size):
-            num_missing = config.fill_up(len(assigned)) - len(assigned)
-            counts[len(assigned)] += 1
-            filled_up += num_missing
-            share = [*(step[index] for index in assigned), *[dummy_micro_batch(step)] * num_missing]
-            for kind, size in sizes(share, config).items():
-                if kind not in heaviest or size > heaviest[kind][0]:
-                    heaviest[kind] = size, share
-    usual = max(counts, key=lambda count: (counts[count], count))
-    different = {id(share): share for _, share in heaviest.values()}
-    return PipelineSurvey(usual, filled_up, [*different.values()])
+    Source: GPipe: Huang et al. 2019, section 2.3. 1F1B and interleaved: Narayanan et al. 2021, sections 2.2.1 and 2.2.2.
+    ZB-H1: Qi et al. 2023, table 1.
+    """
+    waiting = config.pipeline_stages - 1
+    rounds = {"interleaved": config.num_stages // config.pipeline_stages, "zero_bubble": 3}.get(config.schedule, 1)
+    return waiting / (rounds * num_micro_batches + waiting)
 
 
-def sizes(share: Sequence[MicroBatch], config: ParallelConfig) -> dict[str, int]:
-    """Measure a pipeline's share of a step by what may take memory: buffers; and tokens, pairs of tokens and rows in flight."""
-    rows = [len(micro_batch.samples) for micro_batch in share]
-    lengths = [micro_batch.length for micro_batch in share]
-    tokens = sorted((micro_batch.tokens for micro_batch in share), reverse=True)
-    pairs = sorted((micro_batch.tokens * micro_batch.length for micro_batch in share), reverse=True)
-    in_flight = slice(None if config.schedule == "gpipe" else config.pipeline_stages)
-    return {
-        "buffers": len(share) * max(rows) * max(lengths),
-        "tokens": sum(tokens[in_flight]),
-        "pairs": sum(pairs[in_flight]),
-        "rows": sum(rows[in_flight]),
-    }
+def in_flight(config: ParallelConfig, pp_rank: int, num_micro_batches: int) -> list[int]:
+    """Return how many micro-batches each stage of a process keeps tensors of, when the process keeps the most.
 
-
-def plan_pipeline(config: ParallelConfig, survey: PipelineSurvey, dp_size: int) -> PipelinePlan:
-    """Return the part of the plan that needs no model."""
-    shares = [idle_share(config, count) for count in (survey.usual, 2 * survey.usual)]
-    return PipelinePlan(dp_size, config.schedule, survey.usual, shares[0], shares[1], survey.filled_up)
+    As in torch's schedules (2.13): those that are computed before the first backward pass; with zero_bubble also those whose
+    gradients of the weights are still to be computed.
+    """
+    places, per_place = config.pipeline_stages, config.num_stages // config.pipeline_stages
+    if config.schedule == "gpipe":
+        return [num_micro_batches] * per_place
+    if config.schedule == "1f1b":
+        return [min(places - pp_rank, num_micro_batches)]
+    per_round = num_micro_batches // max(1, num_micro_batches // places)
+    behind = places - 1 - pp_rank
+    ahead = 2 * behind if config.schedule == "interleaved" else behind + pp_rank
+    most = min((per_place - 1) * per_round + ahead + 1, per_place * num_micro_batches)
+    counts = Counter(number // per_round % per_place for number in range(most))
+    return [counts[index] for index in range(per_place)]
 
 
 def describe_stages(model: nn.Module, stages: Sequence[nn.Module], pp_size: int) -> list[StagePlan]:
@@ -141,6 +101,18 @@ def describe_stages(model: nn.Module, stages: Sequence[nn.Module], pp_size: int)
         modules = [*dict.fromkeys(part for parameter, part in part_of.items() if parameter in own)]
         described.append(StagePlan(index % pp_size, modules, sum(parameter.numel() for parameter in own)))
     return described
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What one micro-batch takes in one stage, in bytes."""
+
+    kept: int
+    """Between its forward and its backward pass."""
+    peak: int
+    """The most while it is computed, gradients aside that existed before."""
+    gradients: int
+    """Part of the peak: gradients of parameters that did not exist before."""
 
 
 class PipelineMeter:
@@ -161,8 +133,8 @@ class PipelineMeter:
         modules = cut(model, count, self.config.split)
         self.described = describe_stages(model, modules, self.config.pipeline_stages)
         self.stages = [Stage(module, index, count, self.task, precision, seeds).train() for index, module in enumerate(modules)]
-        self._known: dict[tuple, dict[Pass, PassMemory]] = {}
-        self._given: dict[int, set[nn.Parameter]] = {}
+        self.unused: set[nn.Parameter] = set()
+        """Trainable parameters that get no gradient on some process."""
         self._is_packed = False
 
     def check(self, batch: Mapping[str, Tensor]) -> None:
@@ -171,15 +143,10 @@ class PipelineMeter:
         Raises:
             ConfigError: they cannot.
         """
+        plain = {name: value for name, value in batch.items() if name != PACKING}
+        inputs = self.task.inputs(without_values(plain, self.device))
         try:
-            check_stages(
-                self.model,
-                self.config.num_stages,
-                self.config.split,
-                self.task.inputs(
-                    without_values({name: value for name, value in batch.items() if name != PACKING}, self.device)
-                ),
-            )
+            check_stages(self.model, self.config.num_stages, self.config.split, inputs)
         except NEEDS_VALUES:
             return  # to compare them
         except ConfigError as error:
@@ -187,7 +154,7 @@ class PipelineMeter:
                 raise error.__cause__ from None
             raise
 
-    def measure(self, batches: Sequence[Mapping[str, Tensor]]) -> list[PlaceMemory]:
+    def measure(self, batches: Sequence[Mapping[str, Tensor]]) -> list[StepMemory]:
         """Return the memory of each process of a pipeline that computes these micro-batches in one step."""
         if any(PACKING in batch for batch in batches) and not self._is_packed:
             self._is_packed = True
@@ -203,117 +170,68 @@ class PipelineMeter:
             width = compute(self.stages[0].stage, None, **micro_batches[0].inputs).shape[2:]
         for stage in self.stages:
             stage.micro_batches, stage.buffer, stage.width = micro_batches, buffer, tuple(width)
-        return [self._fullest(pp_rank, actions) for pp_rank, actions in enumerate(order_of(self.config, len(micro_batches)))]
+        self.unused.clear()
+        return [self._measure_process(pp_rank) for pp_rank in range(self.config.pipeline_stages)]
 
-    def unused(self) -> set[nn.Parameter]:
-        """Return the parameters that get no gradient on some process, after ``measure``."""
-        unused, pp_size = set(), self.config.pipeline_stages
-        for pp_rank in range(pp_size):
-            own = range(pp_rank, len(self.stages), pp_size)
-            held = {value for index in own for value in self.stages[index].parameters() if value.requires_grad}
-            unused |= held - {value for index in own for value in self._given[index]}
-        return unused
-
-    def _fullest(self, pp_rank: int, actions: Sequence[Action]) -> PlaceMemory:
-        """Follow a process through a step, and return its memory at the peak."""
-        own = [*range(pp_rank, len(self.stages), self.config.pipeline_stages)]
-        weights, moments, buffers, batch = self._held_always(own)
-        given: set[nn.Parameter] = set()  # a gradient
-        kept: dict[tuple[int, int], int] = {}  # by stage and micro-batch, for later passes
-        gradients, peak, gradients_at_peak = 0, 0, 0
-        for stage, what, micro_batch in actions:
-            now = self._passes(stage, micro_batch, is_first=micro_batch == 0)[what]
-            others = sum(kept.values()) - kept.get((stage, micro_batch), 0)
-            if gradients + others + now.peak_bytes > peak:
-                peak, gradients_at_peak = gradients + others + now.peak_bytes, gradients + now.gradients_bytes
-            kept[stage, micro_batch] = now.left_bytes
-            if what in (Pass.BACKWARD, Pass.BACKWARD_WEIGHT):
-                given |= {value for value in self.stages[stage].parameters() if value.requires_grad}
-                gradients = sum(value.nbytes for value in given)
-        average = average_bytes(nn.ModuleList(self.stages[index].stage for index in own)) if self.keeps_average else 0
-        whole = weights + moments + average + buffers + batch + peak
-        return PlaceMemory(whole, weights, gradients_at_peak, moments, average, batch + peak - gradients_at_peak, buffers)
-
-    def _held_always(self, own: Sequence[int]) -> tuple[int, int, int, int]:
-        """Return the bytes of weights, optimizer moments, torch's receive buffers, and the micro-batches of a step."""
-        modules, first = nn.ModuleList(self.stages[index] for index in own), self.stages[own[0]]
-        counter, micro_batches = TensorBytes(), first.micro_batches
+    def _measure_process(self, pp_rank: int) -> StepMemory:
+        """Add up what a process always holds, what micro-batches in flight keep, and what the largest pass takes beside it."""
+        stages = self.stages[pp_rank :: self.config.pipeline_stages]
+        modules, micro_batches, counter = nn.ModuleList(stages), stages[0].micro_batches, TensorBytes()
         weights = counter.add_all([*modules.parameters(), *modules.buffers()])
-        moments = counter.add_all(
-            value
-            for parameter in modules.parameters()
-            for value in self.optimizer.state.get(parameter, {}).values()
-            if isinstance(value, Tensor)
-        )
-        directions = sum((not self.stages[index].is_first) + (not self.stages[index].is_last) for index in own)
-        hidden = torch.empty(*first.buffer, *first.width, dtype=first.dtype, device="meta")
+        states = (self.optimizer.state.get(parameter, {}).values() for parameter in modules.parameters())
+        moments = counter.add_all(value for values in states for value in values if isinstance(value, Tensor))
         batch = counter.add_all(value for item in micro_batches for value in tensors(item))
-        return weights, moments, directions * len(micro_batches) * hidden.nbytes, batch
+        directions = sum((not stage.is_first) + (not stage.is_last) for stage in stages)
+        hidden = torch.empty(*stages[0].buffer, *stages[0].width, dtype=stages[0].dtype, device="meta")
+        receive = directions * len(micro_batches) * hidden.nbytes
+        average = average_bytes(nn.ModuleList(stage.stage for stage in stages)) if self.keeps_average else 0
+        counts = in_flight(self.config, pp_rank, len(micro_batches))
+        later, first = ([self._measure_stage(stage, exist) for stage in stages] for exist in (True, False))
+        given = {value for value in modules.parameters() if value.requires_grad and value.grad is not None}
+        self.unused |= {value for value in modules.parameters() if value.requires_grad} - given
+        gradients = sum(value.nbytes for value in given)
+        peak = gradients_at_peak = 0
+        for index in range(len(micro_batches)):  # whose backward pass comes next; the others in flight follow it
+            measured, existing = (later, gradients) if index else (first, 0)
+            pairs = zip(counts, measured, strict=True)
+            kept = sum(memory.kept for count, memories in pairs for memory in memories[index : index + count])
+            computed = max((memories[index] for memories in measured), key=lambda memory: memory.peak - memory.kept)
+            if (total := existing + kept - computed.kept + computed.peak) > peak:
+                peak, gradients_at_peak = total, existing + computed.gradients
+        whole = weights + moments + average + receive + batch + peak
+        rest = batch + peak - gradients_at_peak
+        return StepMemory(whole, weights, gradients_at_peak, moments, average, rest, receive_bytes=receive)
 
-    def _passes(self, index: int, micro_batch: int, is_first: bool) -> dict[Pass, PassMemory]:
-        """Measure one micro-batch in a stage, forward and backward; once for each shape."""
-        stage = self.stages[index]
-        key = index, stage.buffer, is_first, *(value.shape for value in tensors(stage.micro_batches[micro_batch]))
-        if key not in self._known:
-            self._known[key] = self._measure_passes(stage, micro_batch, is_first)
-            if is_first:
-                self._given[index] = {value for value in stage.parameters() if value.grad is not None}
-        return self._known[key]
-
-    def _measure_passes(self, stage: Stage, index: int, is_first: bool) -> dict[Pass, PassMemory]:
-        parameters, micro_batch = [*stage.parameters()], stage.micro_batches[index]
-        for parameter in parameters:
-            parameter.grad = None if is_first else torch.empty_like(parameter)
-        sent = [
-            torch.empty(*stage.buffer, *stage.width, dtype=stage.dtype, device=self.device, requires_grad=needs_gradient)
-            for needs_gradient in (True, False)
-        ]
-        passes = StagePasses(stage, index, *sent).of(self.config.schedule)
-        there = [*stage.buffers(), *sent, *tensors(micro_batch), micro_batch.weight]
-        return dict(zip(passes, pass_memory(parameters, there, passes.values()), strict=True))
+    def _measure_stage(self, stage: Stage, gradients_exist: bool) -> list[StageMemory]:
+        """Measure each micro-batch of a step in a stage, once for each shape, as torch's PipelineStage computes it."""
+        known: dict[tuple, StageMemory] = {}
+        parameters, found = [*stage.parameters()], []
+        for index, micro_batch in enumerate(stage.micro_batches):
+            shapes = tuple(value.shape for value in tensors(micro_batch))
+            if shapes not in known:
+                received, gradient = (
+                    torch.empty(*stage.buffer, *stage.width, dtype=stage.dtype, device=self.device, requires_grad=needs)
+                    for needs in (True, False)
+                )
+                set_gradients(parameters, gradients_exist)
+                counter = TensorBytes()
+                counter.add_all([*parameters, *stage.buffers(), received, gradient, *tensors(micro_batch), micro_batch.weight])
+                with counter.of_training(parameters):
+                    existing = counter.gradients
+                    before = counter.live
+                    counter.peak = before
+                    output = stage(None if stage.is_first else received, index)
+                    kept = counter.live - before
+                    if stage.is_last:
+                        output.sum().backward()
+                    else:
+                        output.backward(gradient)
+                    del output
+                known[shapes] = StageMemory(kept, counter.peak - before, counter.gradients_at_peak - existing)
+            found.append(known[shapes])
+        return found
 
 
 def tensors(micro_batch: PipelineMicroBatch) -> list[Tensor]:
     """Return the tensors of a micro-batch."""
     return [value for value in (*micro_batch.inputs.values(), micro_batch.target) if isinstance(value, Tensor)]
-
-
-class StagePasses:
-    """The passes of one micro-batch through a stage, as torch's PipelineStage computes them, and the tensors it keeps."""
-
-    def __init__(self, stage: Stage, index: int, received: Tensor, gradient: Tensor):
-        self.stage, self.index = stage, index
-        self.received = [] if stage.is_first else [received]
-        self.gradients = None if stage.is_last else [gradient]
-        self.outputs: list[Tensor] = []
-        self.groups: list[dict[str, Any]] = []
-
-    def of(self, schedule: str) -> dict[Pass, Callable[[], None]]:
-        """Return them in order."""
-        if schedule == "zero_bubble":
-            halves = {Pass.BACKWARD_INPUT: self.backward_input, Pass.BACKWARD_WEIGHT: self.backward_weight}
-            return {Pass.FORWARD: self.forward, **halves}
-        return {Pass.FORWARD: self.forward, Pass.BACKWARD: self.backward}
-
-    def forward(self) -> None:
-        """Compute and keep the outputs, with all that the backward pass needs."""
-        output = self.stage(self.received[0] if self.received else None, self.index)
-        self.outputs = [output.sum() if self.stage.is_last else output]
-
-    def backward(self) -> None:
-        """Compute the gradients of the weights and of the received tensor."""
-        stage_backward(self.outputs, self.gradients or [None], self.received)
-        self.outputs = []
-
-    def backward_input(self) -> None:
-        """Compute the gradient of the received tensor; the first stage has none, and does nothing."""
-        if self.received:
-            _, self.groups = stage_backward_input(self.outputs, self.gradients, self.received, self.stage.parameters())
-
-    def backward_weight(self) -> None:
-        """Compute the gradients of the weights."""
-        if self.received:
-            stage_backward_weight(self.stage.parameters(), self.groups)
-            self.outputs, self.groups = [], []
-        else:
-            self.backward()

@@ -5,10 +5,11 @@ It calls the loop's own functions, so the plan cannot differ from the run; only 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,30 +35,32 @@ from hftune.build import (
     without_padding,
 )
 from hftune.config import Recipe
-from hftune.config.sections import DOUBLING, CheckpointConfig, EvalConfig
+from hftune.config.sections import DOUBLING, CheckpointConfig, EvalConfig, ParallelConfig
 from hftune.data.augmentation import augmented
 from hftune.distributed.accelerator import on_cpu
 from hftune.distributed.devices import computes_bf16
 from hftune.distributed.preflight import auto_key, check_parallel
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, first_line
 from hftune.models.adapters import base_tensors, has_adapter
 from hftune.models.kinds import compute_padding
 from hftune.optim import build_optimizer, check_schedule, lr_at, num_warmup_steps
 from hftune.planning.memory import (
     NEEDS_VALUES,
+    PACKED,
     StepMemory,
+    TensorBytes,
     as_fake,
     average_bytes,
     make_optimizer_state,
     packable_weights,
-    packed_bytes,
     step_memory,
     without_values,
 )
-from hftune.planning.pipeline import PipelineMeter, PipelinePlan, plan_pipeline, survey_pipelines
+from hftune.planning.pipeline import PipelineMeter, PipelinePlan, idle_share
+from hftune.strategies.base import dummy_micro_batch
 from hftune.strategies.compilation import repeated_layers
 from hftune.strategies.packing import PACKING, collate_for, compute, inputs_of, install_packing, seems_packable
-from hftune.strategies.sharding import checkpoint_tensors, without_gradient
+from hftune.strategies.sharding import checkpoint_tensors
 from hftune.strategies.statistics import class_names, has_running_statistics, notice
 
 
@@ -137,33 +140,17 @@ class Group:
     """Of its tensors."""
 
 
-CURVE = 64
-"""Steps, evenly spread, whose learning rate is drawn."""
-
-Collate = Callable[[list[Any]], dict[str, Any]]
-"""Makes a batch of samples."""
-
-
 @dataclass
 class Memory(StepMemory):
-    """Of each process at its peak, in bytes of tensors; torch itself and workspaces of kernels are not included.
+    """Of each process; in a pipeline, of the one that needs the most. torch itself is not included."""
 
-    In a pipeline: of the process that needs the most.
-    """
-
-    ddp_buckets_bytes: int
-    """Part of the peak: DDP's buckets, which hold the gradients all the time."""
-    receive_bytes: int
-    """Part of the peak: in a pipeline, the receive buffers."""
-    frozen_bytes: int
-    """Part of the weights: those that are not trained, as beside adapters; 0 if all parameters are."""
-    device: str
+    device: str = "cpu"
     """Device of the estimate: cpu or cuda."""
-    samples: int
+    samples: int = 0
     """Rows of the micro-batch that needs the most memory."""
-    longest: int | None
+    longest: int | None = None
     """Tokens of its longest sample."""
-    host_copy_bytes: int
+    host_copy_bytes: int = 0
     """Host memory on the main process, not part of the peak: the copy that checkpoints are written from."""
 
 
@@ -220,6 +207,15 @@ class Plan:
         return asdict(self)
 
 
+CURVE = 64
+"""Steps, evenly spread, whose learning rate is drawn."""
+OFTEN_USED = (2, 4, 8)
+"""Numbers of processes that the balance is shown for, whatever number is planned."""
+
+Collate = Callable[[list[Any]], dict[str, Any]]
+"""Makes a batch of samples."""
+
+
 def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | None = None, device: str | None = None) -> Plan:
     """Plan a run of a recipe. The data are prepared as for training; the model is built without weights.
 
@@ -233,40 +229,41 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
     """
     num_machines = count_machines(num_processes, gpus_per_machine)
     recipe.validate()
-    unsure: list[str] = []
     check_names(recipe)
+    unsure: list[str] = []
     on_device = target_device(device, unsure)
-    recipe = settle_base_dtype(settle_precision(recipe, on_device, device, unsure), on_device, device)
-    parallel = recipe.parallel
+    recipe = settle_precision(recipe, on_device, device, unsure)
+    config, parallel = recipe.train, recipe.parallel
     if parallel.pipeline_stages > 1:
         check_parallel(recipe, num_processes)
     dp_size = num_processes // parallel.pipeline_stages
     datasets = load_datasets(recipe)
     model = build_on_meta(recipe, unsure)
     batches, collate = planned_batches(recipe, plan_batches(recipe, datasets["train"]), model)
-    auto, largest = auto_key(recipe.train), largest_micro_batch_size(batches, num_processes)
+    auto, largest = auto_key(config), largest_micro_batch_size(batches, num_processes)
     if auto == "train.micro_batch_size" and not batches.packed:
         batches = replace(batches, micro_batch_size=largest)
     elif auto is not None:
         largest = largest_micro_batch_tokens(batches, largest, num_processes)
         batches = replace(batches, micro_batch_tokens=largest)
-    num_steps = total_steps(recipe.train, batches)
-    check_schedule(recipe.train, num_steps, batches.num_steps)
-    check_skip(recipe.train, num_steps)
-    found = survey(batches, num_steps, dp_size)
+    num_steps, per_epoch = total_steps(config, batches), batches.num_steps
+    check_schedule(config, num_steps, per_epoch)
+    check_skip(config, num_steps)
+    found = survey(batches, num_steps, dp_size, parallel)
+    drawn = np.linspace(0, num_steps - 1, min(CURVE, num_steps)).round().astype(int).tolist()
     plan = Plan(
         recipe.recipe,
         num_processes,
         num_machines,
-        count_data(batches, len(datasets.get("eval", ())), found),
-        Steps(num_steps, batches.num_steps, num_steps / batches.num_steps, batches.batch_size),
+        replace(found.data, eval_samples=len(datasets.get("eval", ()))),
+        Steps(num_steps, per_epoch, num_steps / per_epoch, batches.batch_size),
         found.work,
-        learning_rates(recipe, num_steps, batches.num_steps),
-        curve(recipe, num_steps, batches.num_steps),
-        falls_on(recipe.eval, num_steps, batches.num_steps),
-        falls_on(recipe.checkpoint, num_steps, batches.num_steps),
+        learning_rates(recipe, num_steps, per_epoch),
+        [lr_at(step, num_steps, config, per_epoch) for step in drawn],
+        falls_on(recipe.eval, num_steps, per_epoch),
+        falls_on(recipe.checkpoint, num_steps, per_epoch),
     )
-    plan.notices += skip_notices(recipe.train, 0, num_steps)
+    plan.notices += skip_notices(config, 0, num_steps)
     for name, interval in {"eval": recipe.eval.interval, "checkpoint": recipe.checkpoint.interval}.items():
         if interval.seconds is not None:
             plan.notices.append(f"{name}.every is a time: more may follow than are counted here.")
@@ -274,24 +271,23 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         plan.notices.append(f"{auto}=auto: planned with {largest}, the largest size that training would try.")
     if found.work.idle_steps:
         many = "pipelines" if parallel.pipeline_stages > 1 else "processes"
+        # A short last step may have fewer samples than there are processes.
+        is_small = dp_size > batches.batch_size or (batches.parts or 1) % dp_size == 0
+        how = "Raise train.batch_size." if is_small else f"Set train.parts={dp_size}, or raise train.batch_size."
         plan.notices.append(
-            f"In {found.work.idle_steps:,} of {min(num_steps, batches.num_steps):,} steps some {many} are idle: "
-            f"there are fewer micro-batches than {many}. {more_micro_batches(batches, dp_size)}"
+            f"In {found.work.idle_steps:,} of {min(num_steps, per_epoch):,} steps some {many} are idle: there are fewer "
+            f"micro-batches than {many}. {how}"
         )
-    seen = augmented(datasets["train"], recipe.task, recipe.seed, 0)
     if parallel.pipeline_stages > 1:
         check_micro_batches(parallel, batches, dp_size)
-        pipelines = survey_pipelines(batches, num_steps, parallel, dp_size)
-        plan.pipeline = plan_pipeline(parallel, pipelines, dp_size)
-        shares = [[(micro_batch, load(collate, seen, micro_batch)) for micro_batch in share] for share in pipelines.heaviest]
-        count_memory = partial(count_in_pipeline, plan, recipe, shares)
-    else:
-        count_memory = partial(
-            count_in_process, plan, recipe, [(item, load(collate, seen, item.micro_batch)) for item in found.heaviest]
-        )
+        idle = [idle_share(parallel, count) for count in (found.usual, 2 * found.usual)]
+        plan.pipeline = PipelinePlan(dp_size, parallel.schedule, found.usual, *idle, found.filled_up)
     plan.notices += unsure
     if model is not None:
-        add_model(plan, recipe, datasets, model, count_memory, on_device)
+        seen = augmented(datasets["train"], recipe.task, recipe.seed, 0)
+        for candidate in found.heaviest:
+            candidate.batches = [collate([seen[sample] for sample in part.samples.tolist()]) for part in candidate.parts]
+        add_model(plan, recipe, datasets, model, found.heaviest, on_device)
     return plan
 
 
@@ -305,13 +301,6 @@ def planned_batches(recipe: Recipe, batches: BatchPlan, model: nn.Module | None)
         compute_padding(model)
         return batches, recipe.task.collate
     return without_padding(recipe.train, batches, recipe.parallel.pipeline_stages), collate_for(model, recipe.task)
-
-
-def more_micro_batches(batches: BatchPlan, num_processes: int) -> str:
-    """Say how to give every process work. A short last step may have fewer samples than there are processes."""
-    if num_processes > batches.batch_size or (batches.parts or 1) % num_processes == 0:
-        return "Raise train.batch_size."
-    return f"Set train.parts={num_processes}, or raise train.batch_size."
 
 
 def count_machines(num_processes: int, gpus_per_machine: int | None) -> int:
@@ -331,91 +320,98 @@ def count_machines(num_processes: int, gpus_per_machine: int | None) -> int:
     return num_processes // gpus_per_machine
 
 
-def count_data(batches: BatchPlan, eval_samples: int, found: Survey) -> Data:
-    """Count samples and tokens."""
-    if found.tokens is None:
-        return Data(batches.num_samples, eval_samples, None, None, None, None)
-    share, longest = 1 - found.tokens / found.computed, batches.most_padded
-    return Data(batches.num_samples, eval_samples, found.tokens, found.computed, share, longest)
-
-
 @dataclass
 class Candidate:
-    """A micro-batch that may need the most memory."""
+    """Micro-batches that may need the most memory: one, or in a pipeline all that it computes in a step."""
 
     size: int
-    micro_batch: MicroBatch
+    parts: list[MicroBatch]
     is_first: bool
     """Of those that the process computes in the step."""
+    batches: list[dict[str, Any]] = field(default_factory=list)
+    """The same, loaded as a process does."""
 
 
 @dataclass
 class Survey:
     """Results of one walk through the first epoch."""
 
-    tokens: int | None
-    computed: int
-    """Tokens of all micro-batches, those of padding included; samples if they have no lengths."""
+    data: Data
     work: Work
     heaviest: list[Candidate]
     """Without repetition."""
+    usual: int
+    """Micro-batches that a process or pipeline computes in a typical step: the most frequent number, the larger one of two."""
+    filled_up: int
+    """Dummies that the schedule of a pipeline needs."""
 
 
-OFTEN_USED = (2, 4, 8)
-"""Numbers of processes that the balance is shown for, whatever number is planned."""
-
-
-def survey(batches: BatchPlan, num_steps: int, num_processes: int) -> Survey:
-    """Walk through the first epoch, or the part of it that is trained, as the processes would."""
+def survey(batches: BatchPlan, num_steps: int, num_processes: int, config: ParallelConfig | None = None) -> Survey:
+    """Walk through the first epoch, or the part of it that is trained, as the processes, or pipelines, would."""
+    is_pipeline = config is not None and config.pipeline_stages > 1
     order, num_steps = batches.epoch(0), min(num_steps, batches.num_steps)
-    counts, computed, largest, cost, most, idle = np.zeros(num_steps, np.int64), 0, 0, 0, 0, 0
+    counts, shares_of, computed, largest, cost, idle, filled_up = [], Counter(), 0, 0, 0, 0, 0
     busiest = dict.fromkeys([num_processes, *OFTEN_USED], 0)
     heaviest: dict[tuple[str, bool], Candidate] = {}
     for number in range(num_steps):
         step = order[number]
         costs = [micro_batch.cost for micro_batch in step]
-        shares = balance(costs, num_processes)
-        counts[number] = len(step)
-        tokens = [micro_batch.tokens for micro_batch in step]
-        computed += sum(tokens)
-        largest = max(largest, *tokens)
+        counts.append(len(step))
+        computed += sum(micro_batch.tokens for micro_batch in step)
+        largest = max(largest, *(micro_batch.tokens for micro_batch in step))
         cost += sum(costs)
         for count in busiest:
-            others = shares if count == num_processes else balance(costs, count)
-            busiest[count] += max(sum(costs[index] for index in share) for share in others)
-        most = max(most, max(map(len, shares)))
+            busiest[count] += max(sum(costs[index] for index in share) for share in balance(costs, count))
         idle += len(step) < num_processes
-        for share in shares:
-            for turn, index in enumerate(share):
-                weigh(heaviest, step[index], is_first=turn == 0)
-    real = None
+        for share in balance(costs, num_processes):
+            parts = [step[index] for index in share]
+            shares_of[len(parts)] += 1
+            if is_pipeline:
+                missing = config.fill_up(len(parts)) - len(parts)
+                filled_up += missing
+                weigh(heaviest, [*parts, *[dummy_micro_batch(step)] * missing], True, config)
+            else:
+                for index, part in enumerate(parts):
+                    weigh(heaviest, [part], index == 0)
+    real = share = longest = None
     if batches.lengths is not None:
         real = int(batches.lengths[order.order_N[: num_steps * batches.batch_size]].sum(dtype=np.int64))
+        share, longest = 1 - real / computed, batches.most_padded
     evenness = {count: cost / (count * load) for count, load in busiest.items()}
     work = Work(
-        micro_batches=int(counts.sum()),
-        fewest_per_step=int(counts.min()),
-        most_per_step=int(counts.max()),
-        most_per_process=most,
+        micro_batches=sum(counts),
+        fewest_per_step=min(counts),
+        most_per_step=max(counts),
+        most_per_process=max(shares_of),
         evenness=evenness[num_processes],
         idle_steps=idle,
         packed=batches.packed,
-        mean_tokens=None if real is None else computed / int(counts.sum()),
+        mean_tokens=None if real is None else computed / sum(counts),
         most_tokens=None if real is None else largest,
         evenness_by_processes={count: evenness[count] for count in OFTEN_USED},
     )
-    different = {id(item.micro_batch): item for item in heaviest.values()}
-    return Survey(real, computed, work, [*different.values()])
+    data = Data(batches.num_samples, 0, real, None if real is None else computed, share, longest)
+    different = {id(item.parts[0]) if len(item.parts) == 1 else id(item.parts): item for item in heaviest.values()}
+    usual = max(shares_of, key=lambda count: (shares_of[count], count))
+    return Survey(data, work, [*different.values()], usual, filled_up)
 
 
-def weigh(heaviest: dict[tuple[str, bool], Candidate], micro_batch: MicroBatch, is_first: bool) -> None:
-    """Keep a micro-batch that is the largest so far in tokens, in pairs of tokens (attention), or in rows (titles' logits)."""
-    rows, tokens = len(micro_batch.samples), micro_batch.tokens
-    sizes = {"tokens": tokens, "pairs": tokens * micro_batch.length, "rows": rows, "padded": rows * micro_batch.length}
+def weigh(
+    heaviest: dict[tuple[str, bool], Candidate], parts: list[MicroBatch], is_first: bool, config: ParallelConfig | None = None
+) -> None:
+    """Keep what is the largest so far in what may take memory: padded rows; and tokens, pairs of tokens, and rows in flight."""
+    rows, lengths = [len(part.samples) for part in parts], [part.length for part in parts]
+    in_flight = slice(None if config is None or config.schedule == "gpipe" else config.pipeline_stages)
+    sizes = {
+        "padded": len(parts) * max(rows) * max(lengths),
+        "tokens": sum(sorted((part.tokens for part in parts), reverse=True)[in_flight]),
+        "pairs": sum(sorted((part.tokens * part.length for part in parts), reverse=True)[in_flight]),
+        "rows": sum(rows[in_flight]),
+    }
     for kind, size in sizes.items():
         known = heaviest.get((kind, is_first))
         if known is None or size > known.size:
-            heaviest[kind, is_first] = Candidate(size, micro_batch, is_first)
+            heaviest[kind, is_first] = Candidate(size, parts, is_first)
 
 
 def learning_rates(recipe: Recipe, num_steps: int, steps_per_epoch: int) -> list[Rate]:
@@ -428,12 +424,6 @@ def learning_rates(recipe: Recipe, num_steps: int, steps_per_epoch: int) -> list
     for quarter, name in enumerate(("a quarter", "half", "three quarters"), start=1):
         names.setdefault(max(1, num_steps * quarter // 4), name)
     return [Rate(step, lr_at(step - 1, num_steps, recipe.train, steps_per_epoch), names[step]) for step in sorted(names)]
-
-
-def curve(recipe: Recipe, num_steps: int, steps_per_epoch: int) -> list[float]:
-    """Return the learning rates of at most CURVE steps, evenly spread, the first and the last among them."""
-    steps = np.linspace(0, num_steps - 1, min(CURVE, num_steps)).round().astype(int).tolist()
-    return [lr_at(step, num_steps, recipe.train, steps_per_epoch) for step in steps]
 
 
 def falls_on(config: EvalConfig | CheckpointConfig, num_steps: int, steps_per_epoch: int) -> list[int]:
@@ -455,31 +445,22 @@ def target_device(wanted: str | None, notices: list[str]) -> torch.device:
 
 
 def settle_precision(recipe: Recipe, device: torch.device, wanted: str | None, notices: list[str]) -> Recipe:
-    """Return the recipe with the precision that ``train.mixed_precision=auto`` means on the GPUs planned for.
+    """Return the recipe with what auto means for mixed_precision and base_dtype on the devices planned for.
 
     Args:
         wanted: the device that was asked for, which may not be here; see ``make_plan``.
     """
-    if recipe.train.mixed_precision != "auto":
-        return recipe
-    is_here = device.type == "cuda" and torch.cuda.is_available()
-    precision: Literal["bf16", "no"] = "bf16" if (computes_bf16(device) if is_here else wanted == "cuda") else "no"
-    if precision == "bf16":
-        notices.append("train.mixed_precision=auto: planned with bf16.")
-    return replace(recipe, train=replace(recipe.train, mixed_precision=precision))
-
-
-def settle_base_dtype(recipe: Recipe, device: torch.device, wanted: str | None) -> Recipe:
-    """Return the recipe with the type that ``adapter.base_dtype=auto`` means on the devices planned for."""
-    if recipe.adapter.base_dtype != "auto":
-        return recipe
-    is_bf16 = recipe.train.mixed_precision == "bf16" and "cuda" in (wanted, device.type)
-    return replace(recipe, adapter=replace(recipe.adapter, base_dtype="bf16" if is_bf16 else "float32"))
-
-
-def load(collate: Collate, dataset: Any, micro_batch: MicroBatch) -> dict[str, Any]:
-    """Load a micro-batch as a process does."""
-    return collate([dataset[sample] for sample in micro_batch.samples.tolist()])
+    precision = recipe.train.mixed_precision
+    if precision == "auto":
+        is_here = device.type == "cuda" and torch.cuda.is_available()
+        precision = "bf16" if (computes_bf16(device) if is_here else wanted == "cuda") else "no"
+        if precision == "bf16":
+            notices.append("train.mixed_precision=auto: planned with bf16.")
+    base_dtype = recipe.adapter.base_dtype
+    if base_dtype == "auto":
+        base_dtype = "bf16" if precision == "bf16" and "cuda" in (wanted, device.type) else "float32"
+    train, adapter = replace(recipe.train, mixed_precision=precision), replace(recipe.adapter, base_dtype=base_dtype)
+    return replace(recipe, train=train, adapter=adapter)
 
 
 def add_model(
@@ -487,7 +468,7 @@ def add_model(
     recipe: Recipe,
     datasets: Mapping[str, Any],
     model: nn.Module,
-    count_memory: Callable[[nn.Module, torch.optim.Optimizer], None],
+    heaviest: Sequence[Candidate],
     device: torch.device,
 ) -> None:
     """Add the numbers of a model without weights to the plan."""
@@ -504,17 +485,17 @@ def add_model(
             cause = error.__cause__ if isinstance(error, ConfigError) else error
             if not isinstance(cause, NEEDS_VALUES):
                 raise
-            plan.notices.append(
-                f"The memory cannot be estimated: train.optimizer={recipe.train.optimizer} {needs_values(cause)}"
-            )
+            name = recipe.train.optimizer
+            plan.notices.append(f"The memory cannot be estimated: train.optimizer={name} {needs_values(cause)}")
             return
-        tensors = checkpoint_tensors(model, optimizer)
-        sizes = {name: sum(value.nbytes for value in group.values()) for name, group in tensors.items()}
-        average = average_bytes(model) if recipe.train.ema_decay is not None else 0
-        further_bytes = sizes["optimizer"] + average
-        plan.disk = disk(recipe, plan, sizes["model"], further_bytes, exported_bytes(recipe, model, sizes["model"]))
+        plan.disk = disk(recipe, plan, model, optimizer)
+        count_memory = count_in_process if plan.pipeline is None else count_in_pipeline
         try:
-            count_memory(model, optimizer)
+            memory, candidate = count_memory(plan, recipe, heaviest, model, optimizer)
+            rows = max(len(part.samples) for part in candidate.parts)
+            longest = None if plan.data.longest is None else max(part.length for part in candidate.parts)
+            plan.memory = Memory(**asdict(memory), device=device.type, samples=rows, longest=longest)
+            plan.memory.host_copy_bytes = plan.disk.checkpoint_bytes
         except NEEDS_VALUES as error:
             plan.notices.append(f"The memory cannot be estimated: the forward pass or the loss {needs_values(error)}")
         classes = class_names((module, "") for module in model.modules() if has_running_statistics(module))
@@ -537,108 +518,57 @@ def groups_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Group]
 
 
 def count_in_process(
-    plan: Plan,
-    recipe: Recipe,
-    heaviest: Sequence[tuple[Candidate, dict[str, Tensor]]],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-) -> None:
-    """Add the memory of a process that has the whole model, and the parameters without a gradient."""
-    found = []
-    if any(PACKING in batch for _, batch in heaviest):
+    plan: Plan, recipe: Recipe, heaviest: Sequence[Candidate], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[StepMemory, Candidate]:
+    """Return the memory of a process that has the whole model, and what it is needed for; add parameters without a gradient.
+
+    Under DDP the gradients are in its buckets, from the beginning.
+    """
+    if any(PACKING in batch for item in heaviest for batch in item.batches):
         install_packing(model)
     if scores_head := may_score_head(recipe, model):
         from hftune.models import scored_head
 
         scored_head.install(model)
-    for item, batch in heaviest:
-        compute_it = partial(forward_backward, recipe, model, batch, scores_head)
-        keeps_average = recipe.train.ema_decay is not None
-        found.append(candidate_memory(plan, model, optimizer, item, compute_it, keeps_average))
+    average, is_ddp, found = average_bytes(model) if recipe.train.ema_decay is not None else 0, plan.processes > 1, []
+    for item in heaviest:
+        compute_it = partial(forward_backward, recipe, model, item.batches[0], scores_head)
+        counter = TensorBytes()
+        found.append((step_memory(model, optimizer, compute_it, is_ddp or not item.is_first, average, counter), item))
         if plan.unused_parameters is None:
-            plan.unused_parameters = without_gradient(dict(model.named_parameters()))
-    plan.memory = max(found, key=lambda memory: memory.peak_bytes)
-    if recipe.adapter.quantize is not None:
-        plan.memory = in_4_bits(plan.memory, model)
+            trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+            plan.unused_parameters = [name for name, value in trained.items() if value not in counter.given]
+    memory, item = max(found, key=lambda each: each[0].peak_bytes)
+    if is_ddp:
+        memory = replace(memory, ddp_buckets_bytes=memory.gradients_bytes, gradients_bytes=0)
+    return in_4_bits(memory, model) if recipe.adapter.quantize is not None else memory, item
 
 
 def count_in_pipeline(
-    plan: Plan,
-    recipe: Recipe,
-    shares: Sequence[Sequence[tuple[MicroBatch, dict[str, Tensor]]]],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-) -> None:
-    """Add the stages, the memory of each process of a pipeline, and the parameters without a gradient.
+    plan: Plan, recipe: Recipe, heaviest: Sequence[Candidate], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[StepMemory, Candidate]:
+    """Return the memory of the fullest process of a pipeline; add the stages, and the parameters without a gradient.
 
     Raises:
         ConfigError: the model cannot be cut as the recipe says: as in training, except for checks that need values.
     """
     meter = PipelineMeter(recipe, model, optimizer)
     plan.pipeline.stages = meter.described
-    meter.check(shares[0][0][1])
-    found = [(meter.measure([batch for _, batch in share]), share) for share in shares]
-    fullest, places, share = max(
-        ((max(place.peak_bytes for place in places), places, share) for places, share in found), key=lambda item: item[0]
-    )
-    plan.pipeline.places = places
-    unused = meter.unused()
-    plan.unused_parameters = [name for name, parameter in model.named_parameters() if parameter in unused]
-    rows = max(len(micro_batch.samples) for micro_batch, _ in share)
-    longest = max(micro_batch.length for micro_batch, _ in share)
-    plan.memory = Memory(
-        **asdict(next(place for place in places if place.peak_bytes == fullest)),
-        ddp_buckets_bytes=0,
-        frozen_bytes=0,
-        device=meter.device.type,
-        samples=rows,
-        longest=None if plan.data.longest is None else longest,
-        host_copy_bytes=plan.disk.checkpoint_bytes,
-    )
+    meter.check(heaviest[0].batches[0])
+    found = [(meter.measure(item.batches), item) for item in heaviest]
+    plan.pipeline.places, item = max(found, key=lambda each: max(place.peak_bytes for place in each[0]))
+    plan.unused_parameters = [name for name, parameter in model.named_parameters() if parameter in meter.unused]
+    return max(plan.pipeline.places, key=lambda place: place.peak_bytes), item
 
 
-def candidate_memory(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    item: Candidate,
-    forward_backward: Callable[[], None],
-    keeps_average: bool,
-) -> Memory:
-    """Measure the memory of a process while it computes one micro-batch.
-
-    Under DDP the gradients are in its buckets, from the beginning.
-    """
-    many, samples = plan.processes > 1, len(item.micro_batch.samples)
-    average = average_bytes(model) if keeps_average else 0
-    step = step_memory(model, optimizer, forward_backward, has_gradients=many or not item.is_first, average_bytes=average)
-    buckets, step.gradients_bytes = (step.gradients_bytes, 0) if many else (0, step.gradients_bytes)
-    return Memory(
-        **asdict(step),
-        ddp_buckets_bytes=buckets,
-        receive_bytes=0,
-        frozen_bytes=frozen_bytes(model, step.weights_bytes),
-        device=next(model.parameters()).device.type,
-        samples=samples,
-        longest=None if plan.data.longest is None else item.micro_batch.length,
-        host_copy_bytes=plan.disk.checkpoint_bytes,
-    )
-
-
-def frozen_bytes(model: nn.Module, weights_bytes: int) -> int:
-    """Return the bytes of the parameters and buffers that are not trained; 0 if all parameters are."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    has_frozen = len(trained) < len([*model.parameters()])
-    return weights_bytes - sum(parameter.nbytes for parameter in trained) if has_frozen else 0
-
-
-def in_4_bits(memory: Memory, model: nn.Module) -> Memory:
+def in_4_bits(memory: Any, model: nn.Module) -> Any:
     """Return the memory of a step whose frozen linear layers have 4 bits, given that of whole ones.
 
     One of them at a time is whole, while it computes.
     """
     weights = packable_weights(model)
-    saved, whole = sum(value.nbytes - packed_bytes(value) for value in weights), max(value.nbytes for value in weights)
+    saved = sum(value.nbytes - round(value.numel() * PACKED) for value in weights)
+    whole = max(value.nbytes for value in weights)
     return replace(
         memory,
         peak_bytes=memory.peak_bytes - saved + whole,
@@ -671,32 +601,24 @@ def forward_backward(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tenso
     task.loss(compute(forward, **inputs_of(task, inputs, scores_head)), task.target(inputs)).backward()
 
 
-def needs_values(error: Exception) -> str:
+def needs_values(error: BaseException) -> str:
     """Return the end of a sentence about something that failed because a plan has no values."""
-    return f"needs the values of tensors, and a plan has none ({type(error).__name__}: {str(error).splitlines()[0]})."
+    return f"needs the values of tensors, and a plan has none ({first_line(error)})."
 
 
-def exported_bytes(recipe: Recipe, model: nn.Module, trained_bytes: int) -> int:
-    """Return the size of a finished model: of its adapters, of the weights that they are merged into, or of both."""
-    if not has_adapter(model):
-        return trained_bytes
-    base_bytes, kind = sum(value.nbytes for value in base_tensors(model).values()), recipe.adapter.export
-    is_named = getattr(recipe.task, "model", None) is not None and getattr(recipe.task, "weights", None) is None
-    has_own_base = kind != "merged" and not is_named
-    return trained_bytes * (kind != "merged") + base_bytes * (kind != "adapter") + base_bytes * has_own_base
-
-
-def disk(recipe: Recipe, plan: Plan, trained_bytes: int, further_bytes: int, model_bytes: int) -> Disk:
-    """Return what the output folder holds at most.
-
-    Args:
-        trained_bytes: of a checkpoint: the model, or what is trained beside frozen weights.
-        further_bytes: of a checkpoint, besides: the optimizer's state, and a moving average of the weights.
-        model_bytes: of a finished model.
-    """
+def disk(recipe: Recipe, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> Disk:
+    """Return what the output folder holds at most. A model with adapters is exported as these, merged, or both."""
     written = sorted({*plan.evaluations, *plan.checkpoints})  # each evaluation may find the best model so far
     kept = len(recipe.checkpoint.kept(written)) + (2 if recipe.checkpoint.keep_every == DOUBLING else 0)  # it varies
     most = len(written) if recipe.checkpoint.interval.seconds is None else plan.steps.total
-    checkpoint_bytes, checkpoints, models = trained_bytes + further_bytes, min(kept + 2, most), 3
+    groups = checkpoint_tensors(model, optimizer)
+    trained, moments = (sum(value.nbytes for value in groups[name].values()) for name in ("model", "optimizer"))
+    checkpoint_bytes = trained + moments + (average_bytes(model) if recipe.train.ema_decay is not None else 0)
+    model_bytes, checkpoints, models = trained, min(kept + 2, most), 3
+    if has_adapter(model):
+        base, kind = sum(value.nbytes for value in base_tensors(model).values()), recipe.adapter.export
+        is_named = getattr(recipe.task, "model", None) is not None and getattr(recipe.task, "weights", None) is None
+        has_own_base = kind != "merged" and not is_named
+        model_bytes = trained * (kind != "merged") + base * (kind != "adapter") + base * has_own_base
     total_bytes = checkpoints * checkpoint_bytes + models * model_bytes
     return Disk(checkpoint_bytes, checkpoints, model_bytes, models, total_bytes)

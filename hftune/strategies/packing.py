@@ -75,6 +75,7 @@ def reads_scores(task: Task) -> bool:
 
     A subclass that has other predictions, and does not say ``scored_head`` itself, may want them.
     """
-    kinds = type(task).__mro__
-    says, predicts = (next(kind for kind in kinds if name in vars(kind)) for name in ("scored_head", "predictions"))
+    says, predicts = (
+        next((kind for kind in type(task).__mro__ if name in vars(kind)), Task) for name in ("scored_head", "predictions")
+    )
     return task.scored_head and issubclass(says, predicts)

@@ -3,12 +3,15 @@
 import json
 import re
 from dataclasses import dataclass
+from itertools import accumulate
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
 from hftune import Recipe, cli
 from hftune.batch_plan import BatchPlan
@@ -16,10 +19,9 @@ from hftune.build import build_model, load_datasets, plan_batches
 from hftune.config.sections import ParallelConfig
 from hftune.optim import build_optimizer
 from hftune.planning.memory import TensorBytes, make_optimizer_state
-from hftune.planning.pipeline import PipelineMeter, StagePasses, survey_pipelines, tensors
-from hftune.planning.plan import make_plan
+from hftune.planning.pipeline import PipelineMeter, idle_share, in_flight, tensors
+from hftune.planning.plan import make_plan, survey
 from hftune.strategies.pipeline import Pipeline
-from hftune.strategies.pipeline_schedules import order_of
 from tests.support.tasks import Chain, NextToken
 
 OWN = ("recipe=tests/support/next_token.yaml", "train.micro_batch_size=2")
@@ -48,7 +50,7 @@ def test_stages_are_listed_with_layers_weights_and_processes():
 @pytest.mark.parametrize(
     ("schedule", "model"), [("gpipe", "chain"), ("1f1b", "gpt2"), ("interleaved", "llama_tied"), ("zero_bubble", "gpt2")]
 )
-def test_what_is_summed_up_pass_by_pass_is_what_a_whole_step_takes(schedule, model):
+def test_what_is_summed_up_by_a_formula_is_what_a_whole_step_takes(schedule, model):
     words = [f"parallel.schedule={schedule}", f"task.model={model}", "train.optimizer=adamw", "train.batch_size=6"]
     recipe = recipe_of("parallel.pipeline_stages=2", *words)
     task, dataset = recipe.task, load_datasets(recipe)["train"]
@@ -60,15 +62,31 @@ def test_what_is_summed_up_pass_by_pass_is_what_a_whole_step_takes(schedule, mod
         make_optimizer_state(optimizer)
         meter = PipelineMeter(recipe, module, optimizer)
         planned = meter.measure(batches)
-        order = order_of(recipe.parallel, len(batches))
-        taken = [peak_of_step(meter, place, actions, schedule) for place, actions in enumerate(order)]
+        taken = [peak_of_step(meter, *each) for each in enumerate(orders(recipe.parallel, len(batches)))]
     assert [place.peak_bytes for place in planned] == pytest.approx(taken, rel=0.01)
 
 
-def peak_of_step(meter, place, actions, schedule):
+def orders(config, count):
+    """What each process computes in one step of torch's schedule: stage, forward or not, micro-batch."""
+    places = config.pipeline_stages
+    if config.schedule in ("gpipe", "1f1b"):
+        ahead = [count] * places if config.schedule == "gpipe" else [places - place for place in range(places)]
+        for place, first in enumerate(ahead):
+            turns = [(place, is_forward, index) for index in range(count) for is_forward in (False, True)]
+            late = sorted(turns, key=lambda turn: (turn[2] - first * turn[1], turn[1]))  # the last forward passes, in turns
+            yield late
+        return
+    kind = ScheduleInterleaved1F1B if config.schedule == "interleaved" else ScheduleInterleavedZeroBubble
+    stage = SimpleNamespace(num_stages=config.num_stages, group_size=places, group_rank=0, submod=None)
+    for actions in kind([stage] * (config.num_stages // places), count).pipeline_order.values():
+        kinds = [(action, action.computation_type.value) for action in actions if action]
+        yield [(action.stage_index, what == "F", action.microbatch_index) for action, what in kinds if what in "FBW"]
+
+
+def peak_of_step(meter, place, order):
     """What a process holds at most, all of its step computed and nothing summed up."""
     own = nn.ModuleList(meter.stages[index] for index in range(place, len(meter.stages), 2))
-    work, passes, counter = own[0].micro_batches, {}, TensorBytes()
+    work, counter, outputs, sent = own[0].micro_batches, TensorBytes(), {}, {}
     meter.optimizer.zero_grad()
     counter.add_all([*own.parameters(), *own.buffers(), *(value for item in work for value in tensors(item))])
     counter.add_all(value for one in own.parameters() for value in meter.optimizer.state[one].values())
@@ -77,11 +95,32 @@ def peak_of_step(meter, place, actions, schedule):
             received = torch.empty(*stage.buffer, *stage.width, requires_grad=True)
             gradient = torch.empty(*stage.buffer, *stage.width)
             counter.add_all(([] if stage.is_first else [received]) + ([] if stage.is_last else [gradient]))
-            passes[meter.stages.index(stage), item] = StagePasses(stage, item, received, gradient).of(schedule)
+            sent[meter.stages.index(stage), item] = received, gradient
     with counter:
-        for action in actions:
-            passes[action.stage, action.micro_batch][action.what]()
+        for index, is_forward, item in order:
+            stage, (received, gradient) = meter.stages[index], sent[index, item]
+            if is_forward:
+                outputs[index, item] = stage(received, item)
+            elif stage.is_last:
+                outputs.pop((index, item)).sum().backward()
+            else:
+                outputs.pop((index, item)).backward(gradient)
     return counter.peak
+
+
+@pytest.mark.parametrize(("places", "count"), [(2, 2), (3, 5), (4, 4), (4, 12)])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+def test_micro_batches_in_flight_are_those_of_torchs_schedules(schedule, places, count):
+    config = ParallelConfig(places, schedule)
+    count = config.fill_up(count)
+    for place, order in enumerate(orders(config, count)):
+        held = accumulate(1 if is_forward else -1 for _, is_forward, _ in order)
+        assert sum(in_flight(config, place, count)) == max(held)
+
+
+def test_idle_shares_are_those_of_the_papers():
+    shares = {"gpipe": 3 / 11, "1f1b": 3 / 11, "interleaved": 3 / 19, "zero_bubble": 3 / 27}
+    assert {schedule: idle_share(ParallelConfig(4, schedule), 8) for schedule in shares} == pytest.approx(shares)
 
 
 def one_of_two_pipelines(config, dp_rank):
@@ -95,13 +134,13 @@ def test_micro_batches_are_assigned_and_filled_up_as_training_does(schedule):
     lengths = np.random.RandomState(0).randint(1, 90, 203)
     batches = BatchPlan(203, 16, micro_batch_size=4, micro_batch_tokens=200, lengths=lengths, seed=3)
     config = ParallelConfig(3, schedule)
-    found = survey_pipelines(batches, 1000, config, dp_size=2)
+    found = survey(batches, 1000, 2, config)
     assigned = [one_of_two_pipelines(config, dp_rank).assign(step) for step in batches.epoch(0) for dp_rank in (0, 1)]
     assert found.filled_up == sum(batch.weights.count(0) for batch in assigned)
     counts = [sum(batch.weights) for batch in assigned]
     assert counts.count(found.usual) == max(map(counts.count, counts))
     shares = [[micro_batch.samples.tolist() for micro_batch in batch.mine] for batch in assigned]
-    heaviest = [[micro_batch.samples.tolist() for micro_batch in share] for share in found.heaviest]
+    heaviest = [[micro_batch.samples.tolist() for micro_batch in item.parts] for item in found.heaviest]
     assert heaviest and all(share in shares for share in heaviest)
     most = max(sum(len(samples) for samples in share) for share in shares)
     if schedule == "gpipe":  # which holds all of them

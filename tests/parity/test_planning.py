@@ -67,7 +67,7 @@ def test_tokens_and_work_are_those_of_the_first_epoch():
     whole = [*batches.epoch(0)]
     shares = [balance([part.cost for part in step], 3) for step in whole]
     loads = [[sum(step[place].cost for place in places) for places in bins] for step, bins in zip(whole, shares, strict=True)]
-    assert found.tokens == lengths.sum() and found.computed == sum(map(sum, loads))
+    assert found.data.tokens == lengths.sum() and found.data.padded_tokens == sum(map(sum, loads))
     assert found.work.micro_batches == sum(map(len, whole))
     assert found.work.evenness == pytest.approx(np.mean(loads) / np.mean([max(load) for load in loads]))
     assert found.work.most_per_process == max(len(places) for bins in shares for places in bins)
@@ -78,12 +78,12 @@ def test_tokens_and_work_are_those_of_the_first_epoch():
     for processes, evenness in found.work.evenness_by_processes.items():
         assert evenness == survey(batches, 1000, processes).work.evenness
     parts = [part for step in whole for part in step]
-    assert max(part.cost for part in parts) in [item.micro_batch.cost for item in found.heaviest]
-    assert max(len(part.samples) for part in parts) in [len(item.micro_batch.samples) for item in found.heaviest]
+    assert max(part.cost for part in parts) in [item.parts[0].cost for item in found.heaviest]
+    assert max(len(part.samples) for part in parts) in [len(item.parts[0].samples) for item in found.heaviest]
 
     part = survey(batches, num_steps=5, num_processes=3)
     seen = np.concatenate([micro.samples for step in whole[:5] for micro in step])
-    assert part.tokens == lengths[seen].sum() and part.work.micro_batches == sum(map(len, whole[:5]))
+    assert part.data.tokens == lengths[seen].sum() and part.work.micro_batches == sum(map(len, whole[:5]))
 
 
 @pytest.mark.parametrize(("optimizer", "copies"), [("torch.optim.RMSprop", 1), ("torch.optim.NAdam", 2)])

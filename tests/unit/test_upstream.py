@@ -94,16 +94,6 @@ def callbacks_end_a_backward_pass_in_the_order_in_which_they_were_added():
     assert seen == ["gradient", "first", "second"]
 
 
-def writing_to_a_tensor_counts_its_version():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        value = torch.zeros(1)
-        before = value._version
-        value.add_(1)
-        assert value._version == before + 1
-
-
 def flash_attention_on_the_cpu_and_its_backward():
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -434,13 +424,6 @@ TABLE = [
         NO_ISSUE,
         views_are_distinguished_from_copies,
     ),
-    Upstream(
-        "_version",
-        "strategies",
-        "buffers without values cannot be compared, but their writes counted",
-        NO_ISSUE,
-        writing_to_a_tensor_counts_its_version,
-    ),
     *(
         Upstream(
             f"_scaled_dot_product_flash_attention_for_cpu{end}",
@@ -500,7 +483,7 @@ TABLE = [
     ),
     Upstream(
         "torch.utils._pytree.tree_leaves",
-        "planning strategies",
+        "planning models",
         "the tensors of any outputs",
         NO_ISSUE,
         leaves_of_nested_values,
