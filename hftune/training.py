@@ -9,7 +9,6 @@ import functools
 import math
 import platform
 import sys
-import time
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
@@ -51,7 +50,6 @@ from hftune.reporting.card import add_card
 from hftune.reporting.page import REPORT
 from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
-from hftune.strategies.compilation import Compilations
 from hftune.strategies.sharding import model_tensors
 from hftune.task import ask
 from hftune.tracking.console import Console, hide_progress_bars, hide_reports, is_terminal, note, warning
@@ -328,7 +326,7 @@ def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
     Raises:
         Interrupted: a signal asked to stop; the message says how to resume.
     """
-    strategy, began = run.strategy, time.time()
+    strategy = run.strategy
     run.console.start()
     try:
         warm_up(run)
@@ -346,8 +344,6 @@ def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
         raise Interrupted(end_of_round(run, over) or f"{error} {how_to_resume(run)}") from None
     finally:
         run.console.close()
-    if run.recipe.train.compile:
-        run.console.line(note(str(Compilations.since(began))))
     if strategy.is_main:
         outcome = f"{result.steps} steps, {describe_best(result.best)}."
         # Once everything is saved: an upload may take hours, or fail.

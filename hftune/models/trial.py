@@ -71,8 +71,9 @@ def trying(model: nn.Module, device: torch.device | None = None, training: bool 
     modes = {module: module.training for module in model.modules()}
     home = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     device = device or home
+    is_moved = device.type != home.type
     try:
-        if device != home:
+        if is_moved:
             model.to(device)
         generators = [device] if device.type == "cuda" else []
         with (
@@ -86,9 +87,9 @@ def trying(model: nn.Module, device: torch.device | None = None, training: bool 
     finally:
         for module, mode in modes.items():
             module.training = mode
-        if device != home:
+        if is_moved:
             model.to(home)
-            torch.accelerator.empty_cache()
+            torch.accelerator.empty_cache()  # what the trial took on the device
 
 
 def tolerance_of(device: torch.device, dtype: torch.dtype | None = None) -> float:

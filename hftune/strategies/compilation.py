@@ -1,11 +1,11 @@
-"""Compiles a model, ``train.compile``, and counts what torch compiled. Independent of processes, tasks and steps."""
+"""Compiles a model: ``train.compile``. Knows neither processes nor tasks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -74,30 +74,3 @@ def keep_packing_out_of_graphs() -> None:
     from hftune.models.packing import packed_attention
 
     AttentionInterface.register(ATTENTION, torch.compiler.disable(packed_attention))
-
-
-class Compilations(NamedTuple):
-    """What torch compiled in this process since some time."""
-
-    graphs: int
-    again: int
-    """Those of them that were compiled because the inputs were of another kind than before."""
-    hit_limit: bool
-    """Whether further kinds of inputs are computed uncompiled."""
-
-    @classmethod
-    def since(cls, began: float) -> Compilations:
-        """Count from a point in time on, as ``time.time`` tells it. torch remembers the last 64."""
-        from torch._dynamo.utils import get_compilation_metrics
-
-        found = [metrics for metrics in get_compilation_metrics() if (metrics.start_time or 0) >= began]
-        done = [metrics for metrics in found if not metrics.fail_reason]
-        again = sum(metrics.recompile_reason is not None for metrics in done)
-        return cls(len(done), again, any("limit" in (metrics.fail_reason or "") for metrics in found))
-
-    def __str__(self) -> str:
-        said = f"train.compile: {self.graphs} graph{'' if self.graphs == 1 else 's'} compiled, {self.again} of them again"
-        if not self.hit_limit:
-            return f"{said} for other inputs."
-        limit = "torch's limit was reached, and further kinds of inputs are computed uncompiled"
-        return f"{said} for other inputs; {limit} (TORCH_LOGS=recompiles says why)."

@@ -185,16 +185,12 @@ def test_gradient_checkpointing_changes_nothing_even_with_dropout(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
-def test_compiled_layers_train_the_same_and_are_exported_under_their_own_names(tmp_path, capsys):
+def test_compiled_layers_train_the_same_and_are_exported_under_their_own_names(tmp_path):
     config = "task.model_config={model_type: bert, hidden_size: 16, num_hidden_layers: 3, num_attention_heads: 2, intermediate_size: 16}"
     runs = [
         run(tmp_path / flag, config, *NO_DROPOUT, f"train.compile={flag}", "train.log_every=1", "train.max_steps=2")
         for flag in ("false", "true")
     ]
-    (said,) = re.findall(
-        r"note: train\.compile: (\d+) graphs compiled, (\d+) of them again for other inputs\.", capsys.readouterr().out
-    )
-    assert 2 <= int(said[0]) < 20 and int(said[1]) < int(said[0])  # three layers share their graphs
     assert runs[1].logged("train/loss") == pytest.approx(runs[0].logged("train/loss"), rel=1e-4)
     assert pipeline("text-classification", model=str(runs[1].folder / "model"), device="cpu")("good")
 

@@ -495,7 +495,8 @@ def test_flex_attention_refuses_to_train_on_a_cpu_and_says_where_it_does_not_com
     with torch.no_grad(), pytest.raises(ConfigError) as refusal:
         model(words(1, 64))
     assert str(refusal.value) == (
-        "task.model_config.block_sparse_kernel=flex cannot be compiled here (No working C++ compiler found). "
+        "task.model_config.block_sparse_kernel=flex cannot be compiled here (TorchDynamoException: No "
+        "working C++ compiler found). "
         "Use block_sparse_kernel=gathered."
     )
 

@@ -9,7 +9,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForSequenceCla
 
 from hftune.models import dropout, packing
 from hftune.strategies import compilation
-from hftune.strategies.compilation import Compilations, compile_model, repeated_layers
+from hftune.strategies.compilation import compile_model, repeated_layers
 
 SIZES = {"num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 50}
 
@@ -89,20 +89,3 @@ def test_masks_and_packed_attention_are_called_from_compiled_code_not_compiled(c
         compile_model(bert())
     assert dropout.draw_mask._torchdynamo_disable and dropout.draw_mask(torch.empty(2, 2), 0.5).shape == (2, 2)
     assert AttentionInterface._global_mapping[packing.ATTENTION]._torchdynamo_disable and before is packing.packed_attention
-
-
-def test_what_was_compiled_is_counted_and_a_limit_that_was_hit_is_said(monkeypatch):
-    from types import SimpleNamespace
-
-    def metrics(start_time, again=None, failed=None):
-        return SimpleNamespace(start_time=start_time, recompile_reason=again, fail_reason=failed)
-
-    listed = [metrics(1), metrics(11), metrics(12, "0/0: grad_mode")]
-    monkeypatch.setattr("torch._dynamo.utils.get_compilation_metrics", lambda: listed)
-    assert str(Compilations.since(20)) == "train.compile: 0 graphs compiled, 0 of them again for other inputs."
-    assert str(Compilations.since(11.5)) == "train.compile: 1 graph compiled, 1 of them again for other inputs."
-    listed.append(metrics(13, "0/1: size", "Dynamo recompile limit exceeded"))
-    assert str(Compilations.since(10)) == (
-        "train.compile: 2 graphs compiled, 1 of them again for other inputs; torch's limit was reached, and further kinds of "
-        "inputs are computed uncompiled (TORCH_LOGS=recompiles says why)."
-    )

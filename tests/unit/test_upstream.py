@@ -11,10 +11,8 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -69,13 +67,6 @@ def compiled_models_have_a_call():
     assert model._compiled_call_impl is None
     model.compile()
     assert model._compiled_call_impl is not None
-
-
-def compilations_are_counted():
-    from torch._dynamo.utils import CompilationMetrics, get_compilation_metrics
-
-    assert isinstance(get_compilation_metrics(), list)
-    assert {"start_time", "recompile_reason", "fail_reason"} <= {field.name for field in fields(CompilationMetrics)}
 
 
 def views_are_distinguished_from_copies():
@@ -146,34 +137,6 @@ def nested_values_changed_at_their_leaves():
     from torch.utils._pytree import tree_map
 
     assert tree_map(lambda value: value + 1, {"a": [1, (2,)], "b": 3}) == {"a": [2, (3,)], "b": 4}
-
-
-# torch: pipelines
-
-
-def backward_passes_of_a_stage():
-    from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
-
-    layer, received = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
-    stage_backward([layer(received)], [torch.ones(1, 2)], [received])
-    whole = layer.weight.grad.clone()
-    layer.zero_grad()
-    _, groups = stage_backward_input([layer(received)], [torch.ones(1, 2)], [received], layer.parameters())
-    assert layer.weight.grad is None
-    stage_backward_weight(layer.parameters(), groups)
-    assert torch.equal(layer.weight.grad, whole)
-
-
-def orders_of_schedules():
-    from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
-
-    stage = SimpleNamespace(num_stages=4, group_size=2, group_rank=0, submod=None)
-    for kind, passes in ((ScheduleInterleaved1F1B, {"F", "B"}), (ScheduleInterleavedZeroBubble, {"F", "I", "W"})):
-        order = kind([stage] * 2, 4).pipeline_order
-        actions = [action for actions in order.values() for action in actions if action]
-        assert {str(action.computation_type.value) for action in actions} >= passes
-        assert {action.stage_index for action in actions} == {0, 1, 2, 3}
-        assert {action.microbatch_index for action in actions} == {0, 1, 2, 3}
 
 
 # torch.distributed
@@ -445,13 +408,6 @@ TABLE = [
         for name in ("FailOnRecompileLimitHit", "TorchDynamoException")
     ),
     Upstream(
-        "torch._dynamo.utils.get_compilation_metrics",
-        "strategies",
-        "how many graphs train.compile made, and how many of them again",
-        NO_ISSUE,
-        compilations_are_counted,
-    ),
-    Upstream(
         "torch._subclasses.fake_tensor.FakeTensor",
         "models",
         "a loss that leaves out tokens without a target cannot count them in a plan",
@@ -494,23 +450,6 @@ TABLE = [
         "one sample of a batch, and detached outputs, whatever their nesting",
         NO_ISSUE,
         nested_values_changed_at_their_leaves,
-    ),
-    *(
-        Upstream(
-            f"torch.distributed.pipelining._backward.{name}",
-            "planning",
-            "hftune plan measures the passes that a pipeline's processes compute",
-            NO_ISSUE,
-            backward_passes_of_a_stage,
-        )
-        for name in ("stage_backward", "stage_backward_input", "stage_backward_weight")
-    ),
-    Upstream(
-        "pipeline_order",
-        "strategies",
-        "idle times follow from torch's own order, without processes",
-        NO_ISSUE,
-        orders_of_schedules,
     ),
     Upstream(
         "torch.distributed.distributed_c10d._get_default_store",
