@@ -280,8 +280,8 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
         )
     if parallel.pipeline_stages > 1:
         check_micro_batches(parallel, batches, dp_size)
-        idle = [idle_share(parallel, count) for count in (found.usual, 2 * found.usual)]
-        plan.pipeline = PipelinePlan(dp_size, parallel.schedule, found.usual, *idle, found.filled_up)
+        once, twice = (idle_share(parallel, count) for count in (found.usual, 2 * found.usual))
+        plan.pipeline = PipelinePlan(dp_size, parallel.schedule, found.usual, once, twice, found.filled_up)
     plan.notices += unsure
     if model is not None:
         seen = augmented(datasets["train"], recipe.task, recipe.seed, 0)
@@ -373,10 +373,10 @@ def survey(batches: BatchPlan, num_steps: int, num_processes: int, config: Paral
             else:
                 for index, part in enumerate(parts):
                     weigh(heaviest, [part], index == 0)
-    real = share = longest = None
+    data, real = Data(batches.num_samples, 0, None, None, None, None), None
     if batches.lengths is not None:
         real = int(batches.lengths[order.order_N[: num_steps * batches.batch_size]].sum(dtype=np.int64))
-        share, longest = 1 - real / computed, batches.most_padded
+        data = Data(batches.num_samples, 0, real, computed, 1 - real / computed, batches.most_padded)
     evenness = {count: cost / (count * load) for count, load in busiest.items()}
     work = Work(
         micro_batches=sum(counts),
@@ -390,7 +390,6 @@ def survey(batches: BatchPlan, num_steps: int, num_processes: int, config: Paral
         most_tokens=None if real is None else largest,
         evenness_by_processes={count: evenness[count] for count in OFTEN_USED},
     )
-    data = Data(batches.num_samples, 0, real, None if real is None else computed, share, longest)
     different = {id(item.parts[0]) if len(item.parts) == 1 else id(item.parts): item for item in heaviest.values()}
     usual = max(shares_of, key=lambda count: (shares_of[count], count))
     return Survey(data, work, [*different.values()], usual, filled_up)
