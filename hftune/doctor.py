@@ -1,23 +1,21 @@
 """``python -m hftune.doctor [recipe=NAME ...]``: is this machine, or the whole group, fit to train? Trains nothing.
 
-Alone it looks at the machine. Under ``accelerate launch`` or ``torchrun`` it joins the group as training would, compares the
-processes and measures the network between them. Every finding says what, where, and what to do.
+Alone it looks at the machine. Under ``accelerate launch`` or ``torchrun`` it joins the group as training would, and compares
+the processes. Every finding says what, where, and what to do.
 Exit codes: 0 fit (there may be notes); 1 something would fail; 2 the recipe cannot be trained.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import shutil
 import socket
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
 from typing import Any
@@ -45,8 +43,7 @@ from hftune.tracking.tracker import check_trackers
 GIB = 2**30
 OK, NOTICE, FAULT = "ok", "note", "FAULT"
 HUB_TIMEOUT_S = 3.0
-SKEW_S = 5.0
-"""Clocks that differ by more than this mislead anyone who compares logs and file times."""
+SHOWN_PACKAGES = ("torch", "accelerate", "transformers", "datasets")
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class Finding:
 
 def examine_machine(output_dir: Path = Path("outputs")) -> Iterator[Finding]:
     """Check everything that training needs from this machine. A check that raises an error is itself a fault."""
-    examinations: dict[str, Callable[[], Finding | Iterable[Finding]]] = {
+    examinations: dict[str, Callable[[], Finding | Iterable[Finding]]] = {  # in the order in which they are shown
         "machine": _machine,
         "Python": lambda: Finding("Python", f"{platform.python_version()}, hftune {__version__}"),
         "packages": _packages,
@@ -117,9 +114,6 @@ def _packages() -> Iterator[Finding]:
         else:
             yield Finding("packages", f"{requirement.name} {here}", FAULT, f'pip install "{requirement}"')
     yield Finding("packages", f"{', '.join(fit)}; {len(extras)} more within range")
-
-
-SHOWN_PACKAGES = ("torch", "accelerate", "transformers", "datasets")
 
 
 def _gpus() -> Iterator[Finding]:
@@ -187,33 +181,26 @@ def _open_files() -> Finding:
     import resource
 
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft = math.inf if limit == resource.RLIM_INFINITY else limit
-    found = "unlimited" if soft == math.inf else f"at most {soft:,}"
     world_size = ProcessInfo.from_environment().world_size
-    if soft < (needed := files_needed(world_size)):
-        what = f"{found}, and {world_size} processes need {needed:,} in the main machine's launcher"
+    needed = 2 * world_size + 64 if world_size > 1 else 0  # the store takes two connections a process
+    if limit == resource.RLIM_INFINITY:
+        return Finding("open files", "unlimited")
+    if limit < needed:
+        what = f"at most {limit:,}, and {world_size} processes need {needed:,} in the main machine's launcher"
         return Finding("open files", what, FAULT, "run ulimit -n 65536 before you start the launcher")
-    return Finding("open files", found, NOTICE if soft < 1024 else OK, "ulimit -n 65536" if soft < 1024 else "")
-
-
-def files_needed(num_processes: int) -> int:
-    """Return how many open files the launcher that holds the store needs: two connections a process, and some of its own.
-
-    A process that talks to all others over Gloo needs no more.
-    """
-    return 2 * num_processes + 64 if num_processes > 1 else 0
+    todo = "ulimit -n 65536" if limit < 1024 else ""
+    return Finding("open files", f"at most {limit:,}", NOTICE if todo else OK, todo)
 
 
 def _network() -> Finding:
     host, addresses = socket.gethostname(), own_addresses()
+    if not outward_interfaces():
+        return Finding("network", addresses, NOTICE, "no interface except loopback: this machine can only train alone")
     try:
         means = resolve(host)
     except ConfigError:
-        means = None
-    if not outward_interfaces():
-        return Finding("network", addresses, NOTICE, "no interface except loopback: this machine can only train alone")
-    said = f"{addresses}; the name {host} resolves to {means or 'nothing'}"
-    return Finding("network", said)
+        means = "nothing"
+    return Finding("network", f"{addresses}; the name {host} resolves to {means}")
 
 
 def _port() -> Finding:
@@ -264,106 +251,34 @@ def _wandb() -> Finding:
 
 
 def examine_group(strategy: DataParallel, recipe: Recipe | None, datasets: Any, faults: Sequence[Finding]) -> list[Finding]:
-    """Compare the processes and measure the network between them (collective); findings on the main process.
+    """Compare the processes (collective); return what the main process says of them.
 
     Raises:
         ConfigError: on all processes, if one has different code, versions, recipe or data than the main process.
     """
-    began = time.monotonic()
-    own = fingerprint(recipe)
+    began, own = time.monotonic(), fingerprint(recipe)
     if datasets is not None:
         own["data"] = data_digests(recipe.task, datasets)
     check_same(strategy, own)
-    compared_s = time.monotonic() - began
-    name = torch.cuda.get_device_name(strategy.device) if strategy.device.type == "cuda" else strategy.device.type
-    me = {
-        "rank": strategy.process_index,
-        "machine": own["host"],
-        "pid": os.getpid(),
-        "device": name,
-        "interface": os.environ.get("NCCL_SOCKET_IFNAME" if name != "cpu" else "GLOO_SOCKET_IFNAME", "its own choice"),
-        "skew_s": clock_skew_s(strategy),
-        "faults": [asdict(fault) for fault in faults],
-    }
-    rows = strategy.gather_to_main([me])
-    latency_s, bandwidth = measure_all_reduce(strategy.device)
-    if rows is None:
-        return []
-    found = [
-        Finding(f"process {row['rank']}", f"{row['machine']}, pid {row['pid']}, {row['device']}, network {row['interface']}")
-        for row in rows
-    ]
-    what = "code, versions" + (", recipe and data" if recipe is not None else "")
-    found.append(Finding("consistency", f"the same {what} on all {len(rows)} processes, compared in {compared_s:.2f} s"))
-    size = f"all-reduce: {1e6 * latency_s:,.0f} us for 4 bytes, {bandwidth / 1e9:.2f} GB/s for {BYTES // 2**20} MiB"
-    found.append(Finding("network", f"{size} over {'NCCL' if name != 'cpu' else 'Gloo'}"))
-    worst = max(rows, key=lambda row: abs(row["skew_s"]))
-    skewed = abs(worst["skew_s"]) > SKEW_S
-    clock = f"{worst['machine']} differs from {rows[0]['machine']} by {abs(worst['skew_s']):.3f} s"
-    found.append(Finding("clocks", clock, NOTICE if skewed else OK, "start chrony or ntpd there" if skewed else ""))
-    for row in rows:
-        found += [Finding(**{**fault, "what": f"{row['machine']}: {fault['what']}"}) for fault in row["faults"]]
-    return list({str(finding): finding for finding in found}.values())  # those of one machine once
-
-
-BYTES = 16 * 2**20
-
-
-def measure_all_reduce(device: torch.device, num_rounds: int = 20) -> tuple[float, float]:
-    """Return the median latency of a small all-reduce (s) and the bus bandwidth of a large one (bytes/s). Collective.
-
-    Source: NCCL tests, PERFORMANCE.md: bus bandwidth = 2 (n - 1) / n x bytes / time, the same for any number of processes.
-    """
-
-    def median_s(numbers: int) -> float:
-        value, times = torch.zeros(numbers, device=device), []
-        for _ in range(num_rounds + 2):
-            began = time.perf_counter()
-            dist.all_reduce(value)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - began)
-        return statistics.median(times[2:])  # the first ones set up connections
-
-    count = dist.get_world_size()
-    return median_s(1), 2 * (count - 1) / count * BYTES / median_s(BYTES // 4)
-
-
-def clock_skew_s(strategy: DataParallel, num_rounds: int = 5) -> float:
-    """Return how far this process's clock is ahead of the main one's, to within half a round trip. Collective.
-
-    Measured by the first process of each machine, one after the other; 0 for the others. Under NCCL each pair makes a
-    communicator of its own, which takes a moment.
-
-    Source: Cristian (1989), "Probabilistic clock synchronization": the fastest round trip counts.
-    """
-    best = (float("inf"), 0.0)
-    first = [strategy.process_index] if ProcessInfo.from_environment().local_rank == 0 else []
-    for rank in strategy.broadcast(strategy.gather_to_main(first)):
-        if rank == 0:
-            continue
-        strategy.progress.stage(f"comparing the clocks with process {rank}")
-        for _ in range(num_rounds):
-            if strategy.process_index not in (0, rank):
-                continue
-            stamp = torch.zeros(1, dtype=torch.float64, device=strategy.device)
-            if strategy.process_index == rank:
-                sent = time.time()
-                dist.send(stamp, 0)
-                dist.recv(stamp, 0)
-                back = time.time()
-                best = min(best, (back - sent, (sent + back) / 2 - stamp.item()))
-            else:
-                dist.recv(stamp, rank)
-                dist.send(stamp.fill_(time.time()), rank)
-    return best[1] if strategy.process_index else 0.0
+    seconds = time.monotonic() - began
+    is_gpu = strategy.device.type == "cuda"
+    device = torch.cuda.get_device_name(strategy.device) if is_gpu else strategy.device.type
+    interface = os.environ.get("NCCL_SOCKET_IFNAME" if is_gpu else "GLOO_SOCKET_IFNAME", "its own choice")
+    what, here = f"process {strategy.process_index}", own["host"]
+    mine = [Finding(what, f"{here}, pid {os.getpid()}, {device}, network {interface}")]
+    mine += [replace(fault, what=f"{here}: {fault.what}") for fault in faults]
+    rows = strategy.gather_to_main([asdict(finding) for finding in mine])
+    found = {str(finding): finding for finding in (Finding(**row) for row in rows or ())}  # a machine's faults once
+    compared = "code, versions" + (", recipe and data" if recipe is not None else "")
+    same = f"the same {compared} on all {strategy.num_processes} processes, compared in {seconds:.2f} s"
+    return [*found.values(), Finding("consistency", same)]
 
 
 # The command
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Examine, print, and return the exit code. Under a launcher every process calls it."""
+    """Examine, print, and return the exit code. Under a launcher, every process calls it."""
     print_any_character()
     outlive_readers()
     argv = sys.argv[1:] if argv is None else argv

@@ -40,7 +40,7 @@ from hftune.distributed.consistency import code_of, fingerprint, named_code
 from hftune.distributed.devices import peak_flops
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.pulse import marked_while_moving
-from hftune.distributed.rounds import Over, present_round, wait_for_agent
+from hftune.distributed.rounds import Over, agents_word, present_round, wait_for_agent
 from hftune.distributed.session import Session
 from hftune.errors import Interrupted, TrainingError
 from hftune.evaluation import evaluate
@@ -219,7 +219,6 @@ def open_run(
         return run.tracker.run_ids()
 
     provenance.run_ids = strategy.on_main(open_files)
-    output.keep_copies(strategy, session.at_end, run.checkpointer)
     return run
 
 
@@ -235,10 +234,9 @@ def where_it_goes_on(run: Run, output: OutputDir, here: ProcessInfo) -> str:
     processes = "1 process" if here.world_size == 1 else f"{here.world_size} processes"
     taken = last_step(run.ledger.path)
     again = f"Step {taken} is" if taken == step + 1 else f"Steps {step + 1} to {taken} are"
-    lost = "No step is lost." if taken <= step else f"{again} computed again."
-    if output.is_behind:
-        lost = "Steps that only the lost machine had are computed again."
-    return f"Round {here.round}, {processes} on {machines}: going on from {place}. {lost}"
+    over = agents_word(rounds_ago=1)
+    lost = f" {again} computed again." if taken > step else " No step is lost." if over and over.is_planned else ""
+    return f"Round {here.round}, {processes} on {machines}: going on from {place}.{lost}"
 
 
 def keep_rows(run: Run, output: OutputDir) -> str | None:
@@ -333,13 +331,9 @@ def fit_and_save(run: Run, output: OutputDir) -> TrainResult:
         fit(run)
         run.profiler.close()
         result = finish(run, output)
-        if strategy.is_main:
-            run.checkpointer.remove_left()
-        output.complete_copies()
     except Interrupted as error:
         run.profiler.close()
         strategy.on_main(run.checkpointer.wait)
-        output.complete_copies()
         over = wait_for_agent(lambda: bool(run.stop))
         raise Interrupted(end_of_round(run, over) or f"{error} {how_to_resume(run)}") from None
     finally:

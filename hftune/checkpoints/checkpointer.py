@@ -18,7 +18,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -171,15 +171,6 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, skipped
 
 
-def newest_step(folder: Path) -> int:
-    """Return the step of the newest checkpoint that verifies, without loading it; 0 if there is none."""
-    for step in reversed(steps(folder)):
-        with suppress(BrokenCheckpoint):
-            verify(path_of(folder, step))
-            return step
-    return 0
-
-
 @dataclass
 class Checkpointer:
     """Writes checkpoints in a background thread, one at a time. Main process only.
@@ -197,10 +188,6 @@ class Checkpointer:
     """Called from the writing thread with the step of a complete checkpoint, and its ``tensor_hashes``."""
     is_ours: Callable[[], bool] = field(default=lambda: True, repr=False)
     """Whether this process still has the output folder; see ``only_writer``."""
-    is_in_use: Callable[[int], bool] = field(default=lambda step: False, repr=False)
-    """Says of a step's checkpoint whether another machine copies it now; then it stays until the next one is written."""
-    _written: tuple[int, int | None] | None = field(default=None, repr=False)
-    """Step of the last one that this process has written, and the best step then."""
     _writer: threading.Thread | None = field(default=None, repr=False)
 
     @property
@@ -251,20 +238,12 @@ class Checkpointer:
                     log.flush()
                 if not self.is_ours():  # its machine was stopped for a while
                     raise OSError("another process has taken over the folder")
-            self.failure, self.last, self._written = None, step, (step, best_step)
+            self.failure, self.last = None, step
             if self.on_written is not None:
                 self.on_written(step, tensor_hashes(files))
             self._prune(step, best_step)
         except Exception as error:  # whatever it is, training continues, and the main thread reports it
             self.failure = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-
-    def remove_left(self) -> None:
-        """Remove what stayed only because another machine copied it when the last checkpoint was written; it copies anew."""
-        self.wait()
-        if self._written is not None and self.is_ours():
-            self.is_in_use = lambda step: False
-            with suppress(OSError):
-                self._prune(*self._written)
 
     def _prune(self, newest_step: int, best_step: int | None) -> None:
         """Remove all but the best and those that ``config`` keeps, oldest first.
@@ -275,7 +254,7 @@ class Checkpointer:
         others = [step for step in steps(self.folder) if step <= newest_step]
         kept = {best_step} | self.config.kept(others)
         for step in [*later, *others]:
-            if step not in kept and not self.is_in_use(step):
+            if step not in kept:
                 remove_checkpoint(path_of(self.folder, step))
 
 

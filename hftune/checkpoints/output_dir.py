@@ -10,20 +10,14 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hftune.atomic import remove
 from hftune.checkpoints.atomic_files import only_writer, write_text
-from hftune.checkpoints.checkpointer import Checkpointer, steps
+from hftune.checkpoints.checkpointer import steps
 from hftune.checkpoints.export import read_about, restore_export
-from hftune.checkpoints.mirror import Copies
-from hftune.checkpoints.newest import take_newest
-from hftune.checkpoints.own_folders import RUN_ID
 from hftune.checkpoints.resume import Start, check_finished, find_start, leads_elsewhere, member, note_begun
 from hftune.checkpoints.train_state import Provenance, RestoredState, TrainState
-from hftune.checkpoints.transfer import INCOMING
 from hftune.config import Recipe
 from hftune.distributed.preflight import check_writable
 from hftune.distributed.process_info import ProcessInfo
-from hftune.distributed.rounds import present_round
 from hftune.errors import ConfigError, format_value
 from hftune.strategies.base import Strategy
 
@@ -84,10 +78,6 @@ class OutputDir:
         """Where training starts; empty on the other processes."""
         self.is_ours: Callable[[], bool] = lambda: False
         """On the main process that has claimed it: whether it still has the folder, or a later round has taken it over."""
-        self.copies: Copies | None = None
-        """On other machines, in elastic jobs."""
-        self.is_behind = False
-        """On the main process: training starts from a copy of a machine that is lost, and may have taken more steps."""
         self._held = ExitStack()
 
     def __enter__(self) -> OutputDir:
@@ -105,7 +95,6 @@ class OutputDir:
         if ProcessInfo.from_environment().is_main:
             check_writable(self.path)
             self.is_ours = self._held.enter_context(only_writer(self.path))
-            remove(self.path / INCOMING)
             self.start = find_start(self.recipe)
 
     def before_release(self, callback: Callable[[], None]) -> None:
@@ -119,10 +108,8 @@ class OutputDir:
     def confirm(self, strategy: Strategy) -> None:
         """Look again, now that all processes are known: one on another node may know that this is a restart. Collective.
 
-        Another machine's folder may have a newer state of the run, if the main machine has changed: it is copied into this one.
-
         Raises:
-            ConfigError: as ``claim``, and as ``take_newest``.
+            ConfigError: as ``claim``.
         """
         group = strategy.gather_to_main(member())
         self.start = replace(self.start, group=group or ())
@@ -132,23 +119,6 @@ class OutputDir:
                 self.start = find_start(self.recipe, group)
 
         strategy.on_main(look)
-        number, resume = present_round(), self.recipe.resume
-        if number is None or (number == 0 and resume != "auto"):
-            return
-        own = self.start.checkpoint
-        source = take_newest(strategy, self.path, own.step if own else 0, may_replace=resume == "never")
-
-        def look_again() -> None:
-            self.is_behind = source is not None and source.is_behind
-            if source is None:  # whatever is in the folder is of another run
-                self.start = Start(notices=self.start.notices, group=group)
-            elif source.rank != 0:
-                text = f"Step {source.step} was copied from {source.host}, whose output_dir has the newest state."
-                self.start = Start(group=group)  # its tensors take memory
-                self.start = find_start(self.recipe, group)
-                self.start.notices.insert(0, text)
-
-        strategy.on_main(look_again)
 
     def restore(self, strategy: Strategy, provenance: Provenance, num_steps: int) -> RestoredState:
         """Load model, optimizer and state from the checkpoint that training starts from, if any. Collective.
@@ -163,7 +133,7 @@ class OutputDir:
         )
         if progress is None:
             return RestoredState()
-        strategy.on_main(lambda: self.check_finished(num_steps))  # the checkpoint may have just come from another machine
+        strategy.on_main(lambda: self.check_finished(num_steps))  # ``confirm`` may have found it
         check_commits(path, progress.get("commits", {}), provenance.commits)
         check_digests(path, progress["digests"], provenance.digests)
         check_base(path, progress.get("base"), provenance.base)
@@ -180,36 +150,6 @@ class OutputDir:
         if "eval.metric" in changed or ("eval.greater_is_better" in changed and not declares):
             state.forget_scores()
         return RestoredState(state, progress["run_ids"], progress["micro_batch_size"], progress.get("precision"))
-
-    def keep_copies(self, strategy: Strategy, at_end: Callable[[Callable[[], None]], None], writer: Checkpointer) -> None:
-        """From here on, let other machines copy the folder, if the machines of the job come and go. Collective.
-
-        Args:
-            at_end: takes what to call when the process ends, whatever happens.
-            writer: of the checkpoints.
-        """
-        if present_round() is None:
-            return
-        copies = self.copies = Copies(
-            self.path, self.recipe.checkpoint.copies, self.recipe.resume == "never", strategy.progress.tick
-        )
-        at_end(lambda: copies.end(is_awaited=False))
-        for text in copies.begin(strategy):
-            print(f"note: {text}", flush=True)
-        if (source := copies.source) is not None:
-            note = writer.on_written
-
-            def on_written(step: int, hashes: dict[str, str]) -> None:
-                if note is not None:
-                    note(step, hashes)
-                source.renew()
-
-            writer.on_written, writer.is_in_use = on_written, source.is_in_use
-
-    def complete_copies(self) -> None:
-        """Wait until the copies on other machines have everything, as long as they make progress; then end them."""
-        if self.copies is not None:
-            self.copies.end()
 
     def finished_result(self, strategy: Strategy, state: TrainState, num_steps: int) -> TrainResult | None:
         """Return the result of a run that has no step left to take; None if it has, or never wrote its result. Collective."""
@@ -288,7 +228,7 @@ def start_folder(path: Path) -> None:
         "tensorboard",  # it would draw both runs in one plot
     ):
         shutil.rmtree(path / name, ignore_errors=True)
-    for name in ("result.json", "receipt.json", "predictions.jsonl", OUT_OF_FOLD, "report.html", RUN_ID, *HISTORY):
+    for name in ("result.json", "receipt.json", "predictions.jsonl", OUT_OF_FOLD, "report.html", *HISTORY):
         (path / name).unlink(missing_ok=True)
 
 

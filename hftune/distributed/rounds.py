@@ -133,10 +133,10 @@ def present_job() -> str | None:
     return os.environ.get(JOB)
 
 
-def agents_word() -> Over | None:
+def agents_word(rounds_ago: int = 0) -> Over | None:
     """Return what the agent of this process has said of the end of the present round; None if it has said nothing."""
     folder, number = AgentFolder.from_environment(), present_round()
-    return None if folder is None or number is None else folder.over(number)
+    return None if folder is None or number is None else folder.over(number - rounds_ago)
 
 
 def has_trained() -> bool:

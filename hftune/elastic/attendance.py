@@ -6,6 +6,7 @@ Independent of torchrun and of what the rounds are for: elastic_rendezvous.py.
 from __future__ import annotations
 
 import json
+import secrets
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 from hftune.distributed.consistency import differences, remedies
 from hftune.distributed.network import interfaces
+from hftune.elastic.copies import Copies
 from hftune.elastic.membership import Machine, Membership, Phase, Silence, View, advance
 from hftune.elastic.places import MeetingPlace
 
@@ -60,7 +62,7 @@ class Attendance:
         self.return_s = 0.0
         """How long to see an empty meeting place before beginning a job there."""
         self._listener = socket.create_server((me.address, 0), family=_family(me.address))
-        self.me = replace(me, port=self._listener.getsockname()[1])
+        self.me = replace(me, port=self._listener.getsockname()[1], token=secrets.token_hex(16))
         self.membership: Membership | None = None
         """As last seen; None before the first look."""
         self.earlier: Membership | None = None
@@ -73,7 +75,13 @@ class Attendance:
         self.error: Exception | None = None
         """Why the meeting place does not answer."""
         self.on_change: Callable[[Membership], None] = lambda membership: None
+        self.on_connection: Callable[[socket.socket], None] = lambda connection: connection.close()
+        """Who connects is another machine that looks whether it reaches this one, or wants a copy of the output folder."""
         self.newest_checkpoint: Callable[[], Any] = lambda: None
+        self.run: Callable[[], str] = lambda: ""
+        """Returns the run that this machine trains, see membership.State."""
+        self.copies: Copies | None = None
+        """If the launcher trains a recipe, whose output folder is known."""
         self._view = View(self.me)
         self._changed, self._wake, self._ends = threading.Condition(), threading.Event(), False
         self.unanswered_s = 0.0
@@ -104,6 +112,10 @@ class Attendance:
         """Wait for the document to change."""
         with self._changed:
             self._changed.wait(seconds)
+
+    def is_here(self, machine: str) -> bool:
+        """Whether a machine is in the job, as far as this agent knows."""
+        return self.membership is not None and machine in self.membership.machines and self.unanswered_s < PLACE_S
 
     def leave(self, reason: str) -> None:
         """Say goodbye, and wait for a moment until it is written."""
@@ -241,9 +253,10 @@ class Attendance:
     def _notice(self, own: View, membership: Membership, silence: dict[str, float], cut: frozenset[str]) -> View:
         """Return what this agent wants, with what it has noticed."""
         enough = membership.round < 0 and len(membership.candidates) >= membership.least
-        is_meeting = membership.phase is Phase.MEETING
+        is_meeting, is_first = membership.phase is Phase.MEETING, membership.members[:1] == [self.me.id]
         return replace(
             own,
+            run=self.run() if is_first else "",
             silent=self._silent(membership, silence),
             cut=cut | {self.me.id} if self._is_cut == self.me.id else cut,
             lets_in=self._lets_in(membership, cut),
@@ -275,7 +288,7 @@ class Attendance:
     def _answer(self) -> None:
         while True:
             with suppress(OSError):
-                self._listener.accept()[0].close()
+                self.on_connection(self._listener.accept()[0])
 
     def _probe(self) -> None:
         """Try to reach the first machine of the round; the first one looks whether it has its own address still."""

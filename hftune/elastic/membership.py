@@ -30,6 +30,18 @@ class Phase(StrEnum):
     ENDED = "ended"
 
 
+@dataclass(frozen=True)
+class State:
+    """What is in the output folder of a machine."""
+
+    run: str = ""
+    """Random word of the run; empty if there is no copy of it anywhere."""
+    starts: int = 0
+    """How often training has started or resumed. Of two folders, the run has gone on from the one with more."""
+    step: int = 0
+    """Of the newest checkpoint; 0 if there is none."""
+
+
 @dataclass
 class Machine:
     """One agent, as the others know it."""
@@ -40,6 +52,8 @@ class Machine:
     address: str
     port: int = 0
     """Where its agent accepts connections, for others to see whether they reach it."""
+    token: str = ""
+    """What the agents of this job say to get a copy of its output folder."""
     arrival: int = 0
     """Counts the machines that have come to this job."""
     is_ready: bool = False
@@ -50,6 +64,8 @@ class Machine:
     """Its processes have trained to the end."""
     connected: int = 0
     """The newest attempt whose store it has reached."""
+    state: State = State()
+    """When it was last ready for a round."""
 
     def __str__(self) -> str:
         return f"{self.host} ({self.address})"
@@ -80,12 +96,18 @@ class Membership:
     store: tuple[str, int] | None = None
     """Address and port of the store of the round that meets or runs."""
     num_arrivals: int = 0
+    run: str = ""
+    """The run that is trained, see State; empty before there is a copy of it."""
+    conflict: str = ""
+    """A sentence that says why no round can begin."""
 
     @classmethod
     def parse(cls, text: str) -> Membership:
         """Read the document."""
         values = json.loads(text)
-        machines = {name: Machine(**value) for name, value in values.pop("machines").items()}
+        machines = {
+            name: Machine(**{**value, "state": State(**value["state"])}) for name, value in values.pop("machines").items()
+        }
         over = None if (told := values.pop("over")) is None else Over(**told)
         store = None if (place := values.pop("store")) is None else (place[0], place[1])
         return cls(**{**values, "phase": Phase(values["phase"])}, machines=machines, over=over, store=store)
@@ -105,10 +127,14 @@ class Membership:
 
     @property
     def candidates(self) -> list[Machine]:
-        """The machines that can begin the next round, by seniority."""
+        """The machines that can begin the next round, by seniority; before them, the one with the newest state of the run."""
         rank = {name: index for index, name in enumerate(self.members)}
         ready = [one for one in self.machines.values() if one.is_ready and not one.is_leaving]
-        return sorted(ready, key=lambda one: (rank.get(one.id, len(rank)), one.arrival))
+        ready.sort(key=lambda one: (rank.get(one.id, len(rank)), one.arrival))
+        run = self.run or next((one.state.run for one in ready if one.state.step), "")
+        found = [one for one in ready if one.state.step and one.state.run == run]
+        newest = max(found, key=lambda one: (one.state.starts, one.state.step), default=None)
+        return sorted(ready, key=lambda one: one is not newest)
 
     @property
     def first(self) -> Machine | None:
@@ -140,6 +166,10 @@ class View:
     """Ids of machines that say that they do not reach the first machine of the round, or, for that one, any."""
     lets_in: bool = False
     """It is time to let newcomers in."""
+    state: State = State()
+    """What its output folder held when it became ready."""
+    run: str = ""
+    """Of the first machine of a round: the run that it trains, once there are copies of it."""
     last_call_is_over: bool = False
     """The first round need not wait for more machines."""
     opened: tuple[int, str, int] | None = None
@@ -184,6 +214,8 @@ def _place(now: Membership, view: View) -> None:
         me = now.machines[view.me.id] = replace(view.me, arrival=now.num_arrivals)
         now.num_arrivals += 1
     is_member = me.id in now.members
+    if now.phase is Phase.RUNNING and view.run and now.members[:1] == [me.id]:
+        now.run = view.run
     me.is_done, me.connected = view.is_done, max(me.connected, view.connected)
     if view.is_leaving and not me.is_leaving:
         me.is_leaving = True
@@ -195,7 +227,7 @@ def _place(now: Membership, view: View) -> None:
         if now.phase is Phase.RUNNING and is_member and view.ready_after >= now.round:
             _over(now, f"A process of {me} failed", is_planned=False)
         if now.phase is not Phase.RUNNING or not is_member:
-            me.is_ready = True
+            me.is_ready, me.state = True, view.state
 
 
 def _remove(now: Membership, name: str, reason: str) -> None:
@@ -257,9 +289,29 @@ def _choose(now: Membership, view: View) -> None:
     enough = len(candidates) >= (1 if is_finishing else now.least)
     if now.awaited or not candidates or not enough:
         return
+    now.conflict = _conflict(now, candidates)
+    if now.conflict:
+        return
     if now.round >= 0 or len(candidates) >= now.most or view.last_call_is_over:
         now.phase, now.attempt, now.store = Phase.MEETING, now.attempt + 1, None
         now.chosen = [one.id for one in candidates[: now.most]]
+
+
+def _conflict(now: Membership, candidates: list[Machine]) -> str:
+    """Say why training cannot go on from the output folders of these machines; empty if it can."""
+    first, holders = candidates[0], [one for one in candidates if one.state.step]
+    if now.run and first.state.step and first.state.run != now.run:
+        return (
+            f"output_dir on {first.host}, which is now the main machine, holds the checkpoints of another run. Remove that "
+            "folder there, or take the machine out of the job."
+        )
+    if now.run or len({one.state.run for one in holders}) < 2 or min(candidates, key=lambda one: one.arrival).state.step:
+        return ""
+    listed = ", ".join(f"{one.host} (step {one.state.step})" for one in holders)
+    return (
+        f"The machines hold checkpoints of different runs in output_dir: {listed}. Remove those that are not to be resumed, "
+        "set output_dir=... to a new folder, or start over with resume=never."
+    )
 
 
 def _meet(now: Membership, view: View) -> None:

@@ -23,6 +23,7 @@ from hftune.distributed.consistency import fingerprint
 from hftune.distributed.network import is_own_address, outward_interfaces, resolve, route_to
 from hftune.distributed.rounds import AGENT_S
 from hftune.elastic.attendance import BEAT_S, KEEP_ALIVE_S, LAST_CALL_S, REGROUP_EVERY_S, RETURN_S, Attendance, Times
+from hftune.elastic.copies import Copies
 from hftune.elastic.membership import Machine
 from hftune.elastic.places import FolderPlace, MeetingPlace, StorePlace, connect
 from hftune.errors import ConfigError
@@ -63,8 +64,10 @@ def attend(params: RendezvousParameters) -> tuple[Attendance, str, bool]:
     if isinstance(place, StorePlace) and not is_host:  # it may have been started again, while a job trains on
         attendance.return_s = RETURN_S
     if recipe is not None:
-        folder = Path(recipe.output_dir) / "checkpoints"
-        attendance.newest_checkpoint = lambda: max((path.name for path in folder.glob("step_*")), default="")
+        folder = Path(recipe.output_dir)
+        attendance.newest_checkpoint = lambda: max((path.name for path in folder.glob("checkpoints/step_*")), default="")
+        attendance.copies = Copies(folder, recipe.checkpoint.copies, recipe.resume, attendance.is_here)
+        attendance.on_connection, attendance.run = attendance.copies.accept, attendance.copies.run
     return attendance, where, is_host
 
 

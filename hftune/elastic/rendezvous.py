@@ -160,7 +160,11 @@ class ElasticRendezvous(RendezvousHandler):
     def _meet(self) -> None:
         """Take part until a round has begun with this machine."""
         attendance, began, reminder_s, tried = self.attendance, time.monotonic(), REMINDER_S / 3, 0
-        attendance.say(ready_after=self.round)
+        if attendance.copies is None:
+            attendance.say(ready_after=self.round)
+        else:
+            run = "" if attendance.membership is None else attendance.membership.run
+            attendance.say(ready_after=self.round, state=attendance.copies.state(run))
         while True:
             attendance.wait(BEAT_S / 10)
             self._check_place()
@@ -177,6 +181,8 @@ class ElasticRendezvous(RendezvousHandler):
                     reminder_s += REMINDER_S
                 continue
             self._check_job(membership)
+            if membership.conflict:
+                refuse(membership.conflict)
             if self._is_in_new_round(membership):
                 break
             is_chosen = membership.phase is Phase.MEETING and attendance.me.id in membership.chosen
@@ -244,6 +250,8 @@ class ElasticRendezvous(RendezvousHandler):
         self._address = membership.store
         self.round, self._told = membership.round, None
         self.attendance.say(ready_after=None)
+        if self.attendance.copies is not None:
+            self.attendance.copies.begin(self.round, self.attendance.me, self._members[0])
         os.environ[rounds.ROUND], os.environ[rounds.JOB] = str(self.round), membership.job  # the processes inherit them
         count = len(self._members)
         why = f" {membership.over.reason}." if membership.over is not None and before else ""
@@ -334,6 +342,9 @@ class ElasticRendezvous(RendezvousHandler):
 
     def finish(self) -> None:
         """Wait for the other machines to finish: this one may serve their store."""
+        copies = self.attendance.copies
+        if copies is not None:
+            copies.complete()
         self.attendance.say(is_done=True)
         until = time.monotonic() + FINISH_S
         while time.monotonic() < until and self.attendance.unanswered_s < PLACE_S:
@@ -346,6 +357,8 @@ class ElasticRendezvous(RendezvousHandler):
                 until = min(until, time.monotonic() + self._ends_in_s())
                 if all(one.is_done for one in membership.here(membership.members)):
                     return
+            if copies is not None:
+                until = max(until, copies.moved_at + FINISH_S)
             self.attendance.wait(BEAT_S)
 
     def _has_ended(self, membership: Membership) -> bool:
@@ -364,6 +377,9 @@ class ElasticRendezvous(RendezvousHandler):
         if self._has_left:
             return
         self._has_left = True
+        if (copies := self.attendance.copies) is not None:
+            copies.complete()
+            copies.stop()
         membership = self.attendance.membership
         if membership is not None and self.attendance.unanswered_s < PLACE_S:
             is_done = membership.phase is Phase.ENDED

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from jinja2 import Environment
 from omegaconf import DictConfig, OmegaConf
 
 from hftune.config import Recipe
@@ -16,6 +17,7 @@ from hftune.config.shipped_files import config_path
 from hftune.distributed.failure_report import STOPPED
 from hftune.errors import ConfigError
 
+TEMPLATE = Path(__file__).with_name("slurm.sh.jinja")
 MARGIN_S = 20
 """The part of the grace period in which launchers exit and the job is requeued."""
 EARLY_S = 60
@@ -151,73 +153,31 @@ def batch_script(words: list[str], job: Job) -> BatchScript:
     if cores is None:
         cores = (2 if job.gpus else 1) + recipe.train.num_workers
         notices.append(_notice_on_cores(job, cores, recipe.train.num_workers))
-    no_kill = "#SBATCH --no-kill  # a lost node does not end the job\n" if job.is_elastic else ""
+    if job.config is None:
+        kind = "--multi_gpu --mixed_precision no --dynamo_backend no"
+    else:
+        kind = f"--config_file {shlex.quote(str(_launch_config(job.config)))}"
     options = {
         "gpus-per-node": job.gpus,
         "cpus-per-task": cores * job.processes_a_node,
         "partition": job.partition,
         "account": job.account,
     }
-    asked = "\n".join(f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None)
-    listed = "\n".join(f"    {shlex.quote(word)}" for word in words)
-    text = f"""#!/bin/bash
-#SBATCH --job-name={name}
-#SBATCH --nodes={job.nodes}
-{asked}
-#SBATCH --time={job.time}
-#SBATCH --signal=B:USR1@{job.grace_s}  # to this script only, that many seconds before the time limit
-#SBATCH --requeue
-{no_kill}#SBATCH --open-mode=append  # one log, however often the job is requeued
-#SBATCH --output=%x-%j.log
-
-# Relative paths, such as outputs/, start from this folder. The Python environment is the one that wrote this script; anything
-# else that training needs, such as `module load`, goes here.
-cd {shlex.quote(str(Path.cwd()))} || exit
-export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH
-
-# What is trained. When the job is requeued, the same words resume from the newest checkpoint.
-words=(
-{listed}
-)
-
-{_environment(job, cores)}{_launch(job)}{_meeting(job)}
-# One task per node; none is killed because another one exited first, as it may be writing. --export=ALL: `sbatch --export=NONE`
-# would keep the variables above from the tasks.
-srun --export=ALL --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 --wait=0 {_task(job)}\\
-    "${{launch[@]}}" -m hftune.run "${{words[@]}}" &
-training=$!
-{_WAIT}{_LOSS if job.is_elastic else ""}{_END}"""
+    template = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)  # it is no HTML
+    template.filters["quote"] = lambda value: shlex.quote(str(value))
+    text = template.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        job=job,
+        name=name,
+        options=options,
+        words=words,
+        cores=cores,
+        kind=kind,
+        folder=Path.cwd(),
+        python=Path(sys.executable),
+        shutdown_s=job.grace_s - MARGIN_S,
+        stopped=STOPPED,
+    )
     return BatchScript(text, notices)
-
-
-_WAIT = """
-# Near the time limit, the processes finish their step, write a checkpoint, and exit with a code that is not 0.
-# Not `kill "$training"`: srun turns SIGTERM into SIGKILL. scancel sends it to the launchers as it is.
-stopped=
-trap 'stopped="stopped at the time limit"; trap "" USR1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
-
-wait "$training"
-code=$?
-if [[ $stopped ]]; then
-    wait "$training"  # the signal cut the first wait short
-    code=$?
-fi
-"""
-
-_LOSS = f"""((code != {STOPPED})) || stopped=${{stopped:-has lost too many nodes}}
-"""
-
-_END = """if ((code == 0)); then
-    exit 0  # all is done and saved
-elif [[ ! $stopped ]]; then
-    echo "hftune: job $SLURM_JOB_ID failed: the message is above. Not requeued; sbatch resumes from the newest checkpoint."
-    exit "$code"
-fi
-echo "hftune: job $SLURM_JOB_ID $stopped: back into the queue, to resume from the newest checkpoint."
-scontrol requeue "$SLURM_JOB_ID" && exit
-echo "hftune: scontrol did not requeue it. sbatch resumes from the newest checkpoint."
-exit "$code"
-"""
 
 
 def _notice_on_cores(job: Job, cores: int, num_workers: int) -> str:
@@ -225,79 +185,6 @@ def _notice_on_cores(job: Job, cores: int, num_workers: int) -> str:
     each = "GPU" if job.gpus else "process"
     workers = f", {num_workers} of them for train.num_workers={num_workers}" if num_workers else ""
     return f"The script asks for {cores} CPU core{'s' if cores > 1 else ''} for each {each}{workers}. {option} N asks for more."
-
-
-def _environment(job: Job, cores: int) -> str:
-    """Return the lines that set environment variables of the training."""
-    lines = []
-    if job.cpu:
-        lines += ["export ACCELERATE_USE_CPU=true", f"export OMP_NUM_THREADS={cores}"]
-    if not job.is_one_process:
-        lines += [
-            f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.grace_s - MARGIN_S}  # seconds that a launcher gives its processes",
-            "# Hide PyTorch's warnings of broken connections, which the other processes print when one fails.",
-            'export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"',
-        ]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _meeting(job: Job) -> str:
-    """Return the lines that let a job on several nodes go on without a lost one."""
-    if not job.is_elastic:
-        return ""
-    python = Path(sys.executable).name
-    return f"""
-# The machines meet here, beside the launchers: training goes on without any other node, and without this one's launcher.
-# Only the loss of this whole node ends it. SLURM would keep the others until the time limit, so that they requeue the job.
-node=()
-if ((SLURM_JOB_NUM_NODES > 1)); then
-    {python} -m hftune.cli meeting "$MEETING_PORT" &
-    trap "kill $!" EXIT
-    until : < "/dev/tcp/127.0.0.1/$MEETING_PORT"; do
-        kill -0 "$!" || exit
-        sleep 0.2
-    done 2> /dev/null
-    node=(bash -c 'stopped=; trap stopped=1 TERM; "$@"; code=$?
-        [[ $stopped ]] || timeout 10 bash -c ": < /dev/tcp/$MEETING_HOST/$MEETING_PORT" 2> /dev/null ||
-            scontrol requeue "$SLURM_JOB_ID"
-        exit "$code"' node)
-fi
-"""
-
-
-def _task(job: Job) -> str:
-    """Return what stands before the launch command in the line of srun."""
-    return '--no-kill \\\n    "${node[@]}" ' if job.is_elastic else ""
-
-
-def _launch(job: Job) -> str:
-    """Return the lines that define each node's launch command, up to the module."""
-    python = Path(sys.executable).name
-    if job.is_one_process:
-        return f"launch=({python})\n"
-    if job.config is None:
-        kind = "--multi_gpu --mixed_precision no --dynamo_backend no"
-    else:
-        kind = f"--config_file {shlex.quote(str(_launch_config(job.config)))}"
-    alone = f"((SLURM_JOB_NUM_NODES > 1)) || launch=({python})  # one process\n" if job.may_be_one_process else ""
-    port, elastic = '"$MEETING_PORT"', ""
-    if job.is_elastic:  # accelerate refuses a port that is open on this machine, as that of the meeting is
-        port = "0"
-        conf = f'"min_machines={job.fewest_nodes},join_timeout=120,meeting=$MEETING_HOST:$MEETING_PORT"'
-        elastic = f" --rdzv_conf {conf} --max_restarts 3"
-    return f"""
-# One launcher per node. They meet on the first node, at a port derived from the job id; a missing node is named.
-# The recipe decides on precision and compilation.
-export HFTUNE_MACHINES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-export MEETING_HOST=$(head -n 1 <<< "$HFTUNE_MACHINES") MEETING_PORT=$((10000 + SLURM_JOB_ID % 20000))
-launch=(
-    {python} -m hftune.launchers.quietly accelerate launch {kind}
-    --num_machines "$SLURM_JOB_NUM_NODES" --num_processes $((SLURM_JOB_NUM_NODES * {job.processes_a_node}))
-    --machine_rank=0  # on every node; the address decides which one is first
-    --main_process_ip "$MEETING_HOST" --main_process_port {port}
-)
-((SLURM_JOB_NUM_NODES == 1)) || launch+=(--rdzv_backend hftune{elastic})
-{alone}"""
 
 
 def _launch_config(name: str) -> Path:

@@ -98,6 +98,8 @@ class ElasticJob:
     max_restarts: int = 3
     conf: str = ""
     variables: dict[str, str] = field(default_factory=dict)
+    homes: dict[str, Path] = field(default_factory=dict)
+    """The working directories of machines that have one of their own, by name."""
 
     def __post_init__(self) -> None:
         self.output_dir, self.brake = self.folder / "out", self.folder / "brake"
@@ -130,7 +132,7 @@ class ElasticJob:
             process = subprocess.Popen(
                 [*machine.prefix, self.python, *words],
                 env=environment(TORCH_CPP_LOG_LEVEL="ERROR", PYTHONUNBUFFERED="1", **(self.variables | variables)),
-                cwd=self.folder,
+                cwd=self.homes.get(machine.name, self.folder),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -4,13 +4,10 @@ import os
 import socket
 import sys
 from collections import namedtuple
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from hftune import doctor
-from hftune.distributed.progress import Progress
 from hftune.doctor import FAULT, NOTICE, OK, Finding, main
 
 
@@ -23,7 +20,7 @@ def found(*names, output_dir="outputs"):
 def test_this_machine_is_fit_and_everything_was_looked_at(capsys):
     assert main([]) == 0
     said = capsys.readouterr().out
-    wanted = (
+    places = (
         "machine",
         "Python",
         "packages",
@@ -34,7 +31,7 @@ def test_this_machine_is_fit_and_everything_was_looked_at(capsys):
         "disk, cache",
         "shared memory",
     )
-    for name in (*wanted, "open files", "network", "port", "Hub", "W&B"):
+    for name in (*places, "open files", "network", "port", "Hub", "W&B"):
         assert f"{name:<16}" in said, name
     assert "This machine is fit to train" in said.splitlines()[-1]
 
@@ -120,18 +117,6 @@ def test_faults_make_the_exit_code(monkeypatch, capsys):
 def test_help_is_the_first_paragraph(capsys, word):
     assert main([word]) == 0
     assert "python -m hftune.doctor" in capsys.readouterr().out
-
-
-def test_clocks_are_compared_once_a_machine_and_each_comparison_is_a_sign_of_progress(monkeypatch):
-    """Under NCCL each pair makes a communicator of its own: for all 511 pairs that would take longer than a stall may."""
-    strategy = SimpleNamespace(process_index=0, num_processes=24, device=torch.device("cpu"), progress=Progress())
-    strategy.gather_to_main, strategy.broadcast = (lambda rows: [*rows, 8, 16]), (lambda value: value)
-    heard = []
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setattr(doctor.dist, "recv", lambda stamp, rank: heard.append((rank, strategy.progress.marks)))
-    monkeypatch.setattr(doctor.dist, "send", lambda stamp, rank: None)
-    assert doctor.clock_skew_s(strategy, num_rounds=1) == 0.0
-    assert heard == [(8, 1), (16, 2)]
 
 
 def test_an_examination_outlives_the_reader_of_its_output(monkeypatch):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from dataclasses import replace
 
 import pytest
 
-from hftune.elastic.membership import Machine, Membership, Phase, Silence, View, advance
+from hftune.elastic.membership import Machine, Membership, Phase, Silence, State, View, advance
 
 KEEP_ALIVE_S = 3.0
 
@@ -259,3 +260,50 @@ def test_silence_is_counted_by_the_own_clock_and_not_while_this_machine_itself_s
     assert silence.look({"a": 8, "b": None}, 0.5) == {"a": 0.0, "b": 1.0}
     assert not silence.has_changed("b") and silence.has_changed("a")
     assert silence.look({"a": 8, "b": None}, 3600.0) == {"a": 1.0, "b": 2.0}
+
+
+def ready(run: str = "", **states: State) -> Membership:
+    """Machines that are ready for a round, by seniority, and what their folders hold."""
+    machines = {
+        name: Machine(name, name, "10.0.0.1", arrival=number, is_ready=True, state=state)
+        for number, (name, state) in enumerate(states.items())
+    }
+    return Membership("job", 1, 3, machines=machines, run=run)
+
+
+A, OTHER = State("run", starts=1, step=10), State("other", starts=9, step=90)
+
+
+@pytest.mark.parametrize(
+    ("run", "states", "first"),
+    [
+        ("run", {"a": A, "b": A}, "a"),
+        ("run", {"a": A, "b": replace(A, step=20)}, "b"),
+        ("run", {"a": replace(A, step=70), "b": replace(A, starts=2, step=60)}, "b"),  # a was cut off, and b went on
+        ("run", {"a": State(), "b": A, "c": A}, "b"),
+        ("run", {"a": A, "b": OTHER}, "a"),
+        ("run", {"a": State(), "b": State()}, "a"),
+        ("", {"a": A, "b": replace(A, step=20), "c": OTHER}, "b"),  # a new job goes on with the run of the first that came
+        ("", {"a": State("", 1, 10), "b": State()}, "a"),
+        ("", {"a": State(), "b": A}, "b"),
+    ],
+)
+def test_the_machine_with_the_newest_state_of_the_run_becomes_the_first(run, states, first):
+    own = states["a"]
+    membership = ready(run, **states)
+    following = advance(membership, View(membership.machines["a"], ready_after=-1, last_call_is_over=True, state=own))
+    assert following.phase is Phase.MEETING and following.chosen[0] == first
+
+
+@pytest.mark.parametrize(
+    ("run", "states", "says"),
+    [
+        ("run", {"a": OTHER}, "output_dir on a, which is now the main machine, holds the checkpoints of another run"),
+        ("", {"a": State(), "b": A, "c": OTHER}, r"different runs in output_dir: b \(step 10\), c \(step 90\)"),
+    ],
+)
+def test_machines_with_different_runs_begin_nothing(run, states, says):
+    membership = ready(run, **states)
+    view = View(membership.machines["a"], ready_after=-1, last_call_is_over=True, state=states["a"])
+    following = advance(membership, view)
+    assert following.phase is Phase.GATHERING and re.search(says, following.conflict)

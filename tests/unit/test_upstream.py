@@ -467,14 +467,14 @@ TABLE = [
     ),
     Upstream(
         "StaticTCPRendezvous",
-        "distributed",
+        "launchers",
         "the rendezvous backend hftune is the static one with a wait that says who is missing",
         "pytorch/pytorch#168242, closed unmerged",
         torchrun_finds_static_rendezvous_methods,
     ),
     Upstream(
         "torchelastic/role_info/",
-        "distributed",
+        "elastic",
         "each agent counts its own ranks, so that none waits for the others of a round that is over",
         NO_ISSUE,
         agents_exchange_sizes_and_ranks_in_their_store,

@@ -1,0 +1,477 @@
+"""Copies of the main machine's output folder on other machines, if the machines of an elastic job have no common file system.
+
+The launchers copy; the training knows nothing of it. The first machine of a round trains in its own folder. After each
+checkpoint its launcher sends what a resume needs to ``checkpoint.copies`` other launchers, which put it into their folders. If
+the first machine is lost, the one with the newest state becomes the first (membership.py), and its processes simply resume.
+
+A copy changes as a whole: nothing is placed before everything has arrived and each checkpoint is right by its SHA-256. Then the
+logs are placed first and the checkpoints last: a checkpoint that is there has all that belongs to it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from hftune.atomic import atomic_path, remove
+from hftune.checkpoints.atomic_files import only_writer, write_text
+from hftune.checkpoints.checkpointer import path_of, remove_checkpoint, steps, tidy, verify
+from hftune.checkpoints.resume import BEGUN
+from hftune.distributed.rounds import present_job
+from hftune.elastic.membership import Machine, State
+from hftune.errors import ConfigError
+from hftune.launchers.rendezvous import say
+
+CHECKPOINTS = "checkpoints"
+RUN_ID = f"{CHECKPOINTS}/.run_id"
+"""File with a random word that all copies of a run have in common. It goes with the checkpoints when a run starts over."""
+MODELS = ("model", "model_last")
+"""Folders that are replaced as one."""
+GROWING = ("samples", "tensorboard")
+"""Folders whose files are copied one by one."""
+SUFFIXES = (".json", ".jsonl", ".yaml", ".html", ".bin")
+"""Of the files beside them."""
+INCOMING = ".incoming"
+"""Folder of what has arrived so far."""
+SLICE_BYTES = 8 << 20
+HELLO_S = 0.5
+"""For a caller to say who it is. Machines that only see whether they reach this one say nothing."""
+LOOK_S = 0.5
+"""Between two looks for a new checkpoint."""
+SILENT_S = 60.0
+"""Without a byte, after which a connection counts as broken."""
+VERIFY_S = 1800.0
+"""For a receiver to verify what has arrived: a large model on a slow disk takes minutes."""
+RETRY_S = 2.0
+"""Between two attempts to connect."""
+
+
+class Copies:
+    """This launcher's part: in each round it sends its folder to others, or receives that of the first machine.
+
+    Args:
+        folder: the output folder of this machine.
+        copies: how many other machines keep a copy.
+        resume: as in the recipe.
+        is_here: whether a machine is in the job, by its id.
+    """
+
+    def __init__(self, folder: Path, copies: int, resume: str, is_here: Callable[[str], bool]):
+        self.folder, self.copies, self.resume, self.is_here = folder, copies, resume, is_here
+        self.round, self.version = -1, 0
+        """``version`` counts the requests for a copy of the present state."""
+        self.changed = threading.Condition()
+        self.moved_at = float("-inf")
+        """When something last arrived here."""
+        self._senders: list[Sender] = []
+        self._receiver: Receiver | None = None
+        self._first = self._token = ""
+        self._said: set[str] = set()
+
+    def state(self, run: str) -> State:
+        """Return what the folder holds: nothing if the job starts over, unless this is the run that it trains already."""
+        run_id, ledger, starts = read_id(self.folder), self.folder / "ledger.jsonl", 0
+        if self.resume != "auto" and (not run or run_id != run):
+            return State()
+        if ledger.is_file():
+            with ledger.open("rb") as lines:
+                starts = sum(b'"after_step"' in line for line in lines)
+        return State(run_id, starts, max((int(name[-8:]) for name in manifests(self.folder)), default=0))
+
+    def run(self) -> str:
+        """Return the word that the copies of the run have in common; empty before there is one."""
+        return read_id(self.folder) if has_begun(self.folder) else ""
+
+    def begin(self, number: int, me: Machine, first: Machine) -> None:
+        """Take part in a round, whose first machine is this or another one."""
+        self.round = number
+        if first.id != self._first:
+            self.stop()
+            self._first, self._token = first.id, me.token if first.id == me.id else ""
+        if first.id != me.id and (self._receiver is None or not self._receiver.is_alive()):
+            self._receiver = Receiver(self, me, first)
+            self._receiver.start()
+
+    def accept(self, connection: socket.socket) -> None:
+        """Serve another launcher if this machine is the first one and the caller knows its token; else hang up."""
+        connection.settimeout(HELLO_S)
+        token = ""
+        with suppress(OSError, ValueError):
+            token, machine, host = connection.recv(1024).decode().split()
+        if not (self._token and hmac.compare_digest(token.encode(), self._token.encode())):
+            connection.close()
+            return
+        for before in self._senders:
+            if before.machine == machine:
+                before.stop()
+        self._senders = [one for one in self._senders if one.machine != machine and one.is_alive()]
+        self._senders.append(Sender(self, Channel(connection), machine, host))
+        self._senders[-1].start()
+
+    def choose(self, sender: Sender) -> bool:
+        """Let another machine keep a copy if there are too few; return whether it does."""
+        with self.changed:
+            sender.is_chosen = sum(one.keeps_copy for one in self._senders) < self.copies
+        return sender.is_chosen
+
+    def complete(self) -> None:
+        """Wait until the copies have all that this machine has now, or their machines are gone."""
+        with self.changed:
+            self.version += 1
+            self.changed.notify_all()
+            while any(one.keeps_copy and one.version < self.version for one in self._senders):
+                self.changed.wait(LOOK_S)
+
+    def stop(self) -> None:
+        """End copying. Nothing is written to this machine's folder afterwards."""
+        self._first = self._token = ""
+        for sender in self._senders:
+            sender.stop()
+        if self._receiver is not None:
+            self._receiver.stop()
+        self._senders, self._receiver = [], None
+
+    def say(self, text: str) -> None:
+        """Say something once."""
+        if text not in self._said:
+            self._said.add(text)
+            say(text)
+
+
+class Channel:
+    """A connection between two launchers: lines of JSON, and bytes of files."""
+
+    def __init__(self, connection: socket.socket):
+        connection.settimeout(SILENT_S)
+        self._connection, self._file = connection, connection.makefile("rb")
+
+    def say(self, **words: Any) -> None:
+        """Send a line; without words, a sign of life."""
+        self._connection.sendall(json.dumps(words).encode() + b"\n")
+
+    def hear(self, timeout_s: float = SILENT_S) -> dict[str, Any]:
+        """Return the next line with words."""
+        self._connection.settimeout(timeout_s)
+        words: dict[str, Any] = {}
+        while not words:
+            line = self._file.readline()
+            if not line.endswith(b"\n"):
+                raise ConnectionError("the connection broke off")
+            words = json.loads(line)
+        self._connection.settimeout(SILENT_S)
+        return words
+
+    def send(self, file: BinaryIO, start: int, size: int) -> None:
+        """Send the bytes of a file from ``start`` to ``size``."""
+        if size > start and self._connection.sendfile(file, start, size - start) != size - start:
+            raise ConnectionError("the file has become shorter")
+
+    def receive(self, file: BinaryIO, count: int) -> None:
+        """Write the next ``count`` bytes to a file."""
+        while count:
+            if not (data := self._file.read(min(count, SLICE_BYTES))):
+                raise ConnectionError("the connection broke off")
+            count -= file.write(data)
+
+    def close(self) -> None:
+        """Let both ends fail, also in other threads."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+
+class Sender(threading.Thread):
+    """Sends the folder of this machine to one other launcher, and again after each checkpoint."""
+
+    def __init__(self, copies: Copies, channel: Channel, machine: str, host: str):
+        super().__init__(name="hftune sender", daemon=True)
+        self.copies, self.channel, self.machine, self.host = copies, channel, machine, host
+        self.is_chosen, self.version = False, -1
+        """``version`` is what the other one has, see Copies."""
+        self._round = -1
+        self._sent: dict[str, tuple[int, int, int]] = {}
+        """What ``about`` said of each file that the other one has."""
+        self._there: dict[str, str] = {}
+        """The checkpoints that the other one has, as ``manifests``."""
+
+    @property
+    def keeps_copy(self) -> bool:
+        """Whether the other machine is there and keeps a copy."""
+        return self.is_chosen and self.is_alive() and self.copies.is_here(self.machine)
+
+    def stop(self) -> None:
+        """Make this thread end soon."""
+        self.channel.close()
+
+    def run(self) -> None:
+        newest = None
+        with suppress(OSError, ValueError, LookupError):  # the other one has gone; if it is still there, it comes again
+            is_chosen = self._agree()
+            while is_chosen:
+                version, now = self.copies.version, manifests(self.copies.folder)
+                if (version, now) == (self.version, newest):
+                    self._pause()
+                elif self._send():
+                    newest = now
+                    with self.copies.changed:
+                        self.version = version
+                        self.copies.changed.notify_all()
+        self.channel.close()
+
+    def _pause(self) -> None:
+        self.channel.say()
+        with self.copies.changed:
+            self.copies.changed.wait(LOOK_S)
+
+    def _agree(self) -> bool:
+        """Once there is a checkpoint, find out whether the other machine has a folder of its own and may keep a copy in it."""
+        copies = self.copies
+        while not (has_begun(copies.folder) and manifests(copies.folder)):
+            self._pause()
+        if not read_id(copies.folder):
+            write_text(copies.folder / RUN_ID, secrets.token_hex(8))
+        # The other one tries to create a file that is here. Over NFS, it might not see one for a minute.
+        mark = copies.folder / f".seen-{secrets.token_hex(8)}"
+        mark.touch()
+        try:
+            self.channel.say(mark=mark.name, run=read_id(copies.folder))
+            answer = self.channel.hear()
+        finally:
+            mark.unlink(missing_ok=True)
+        self._there = answer["checkpoints"]
+        if refusal := answer["refusal"]:
+            copies.say(f"{self.host} keeps no copy of output_dir: {refusal.removesuffix('.')}.")
+        elif answer["is_own"] and (copies.choose(self) or copies.copies == 0):
+            who = self.host if self.is_chosen else "none"
+            kept = f"{who} keeps a copy of output_dir (checkpoint.copies={copies.copies})"
+            copies.say(f"The machines have no common file system: {kept}.")
+        self.channel.say(is_chosen=self.is_chosen)
+        return self.is_chosen
+
+    def _send(self) -> bool:
+        """Send what the other one lacks; return False if something was replaced in this moment."""
+        folder = self.copies.folder
+        if self._round != self.copies.round:  # the processes of a new round may have cut the logs
+            self._round = self.copies.round
+            self._sent = {name: was for name, was in self._sent.items() if not name.endswith(".jsonl")}
+        with ExitStack() as stack:  # what is open can be read to its end, whatever becomes of its name
+            try:
+                before, opened = layout(folder), {}
+                units = wanted(folder)
+                for unit, names in units.items():
+                    is_there = unit in self._there and self._there[unit] == before[unit]
+                    if not is_there and any(self._sent.get(name) != about((folder / name).stat()) for name in names):
+                        opened |= {name: stack.enter_context((folder / name).open("rb")) for name in names}
+                if layout(folder) != before:
+                    return False
+            except (OSError, LookupError):
+                return False
+            for name, file in opened.items():
+                inode, size, _ = now = about(os.fstat(file.fileno()))
+                was = self._sent.get(name, now)
+                start = was[1] if name.endswith(".jsonl") and was[0] == inode and was[1] < size else 0
+                self.channel.say(file=name, start=start, size=size)
+                self.channel.send(file, start, size)
+                self._sent[name] = now
+        checkpoints = {name: digest for name, digest in before.items() if name not in MODELS}
+        self.channel.say(run=read_id(folder), checkpoints=checkpoints, models=[name for name in MODELS if name in before])
+        self.channel.hear(VERIFY_S)
+        self._there = {name: before[name] for name in checkpoints if name in units or self._there.get(name) == before[name]}
+        return True
+
+
+class Receiver(threading.Thread):
+    """Puts what the first machine sends into the folder of this one. What goes wrong is tried again and never ends the job."""
+
+    def __init__(self, copies: Copies, me: Machine, first: Machine):
+        super().__init__(name="hftune receiver", daemon=True)
+        self.copies, self.folder, self.me, self.first = copies, copies.folder, me, first
+        self._channel: Channel | None = None
+        self._ends = threading.Event()
+        self._is_ours: Callable[[], bool] = lambda: True
+
+    def stop(self) -> None:
+        """End this thread, and wait for it."""
+        self._ends.set()
+        if self._channel is not None:
+            self._channel.close()
+        self.join()
+
+    def run(self) -> None:
+        while not self._ends.is_set():
+            try:
+                if not self._follow():
+                    return
+            except (ConnectionError, TimeoutError):
+                pass  # if the first machine is lost, all hear of it elsewhere
+            except (OSError, ValueError, LookupError) as error:
+                self.copies.say(
+                    f"The copy of output_dir on {self.me.host} is not up to date, as {self.folder} could not be renewed: "
+                    f"{error}. Training goes on, and it is tried again."
+                )
+            self._ends.wait(RETRY_S)
+
+    def _follow(self) -> bool:
+        """Copy until the connection breaks; return False if this machine does not keep a copy."""
+        connection = socket.create_connection((self.first.address, self.first.port), timeout=RETRY_S)
+        channel = self._channel = Channel(connection)
+        try:
+            if self._ends.is_set():  # it was not there yet for ``stop`` to close
+                return False
+            connection.sendall(f"{self.first.token} {self.me.id} {self.me.host}\n".encode())
+            asked = channel.hear()
+            with ExitStack() as held:
+                is_own = is_first_to_create(self.folder / inside(asked["mark"]))
+                refusal = self._prepare(asked["run"], held) if is_own else None
+                channel.say(is_own=is_own, refusal=refusal, checkpoints=manifests(self.folder))
+                if not channel.hear()["is_chosen"]:
+                    return False
+                while True:
+                    self._receive(channel, self.folder / INCOMING)
+        finally:
+            channel.close()
+            remove(self.folder / INCOMING)
+
+    def _prepare(self, run: str, held: ExitStack) -> str | None:
+        """Lock this machine's folder for its copy; return why it cannot have one, None if it can."""
+        if steps(self.folder / CHECKPOINTS) and read_id(self.folder) != run and self.copies.resume != "never":
+            return "output_dir holds another run there"
+        try:
+            self._is_ours = held.enter_context(only_writer(self.folder))
+        except ConfigError as error:
+            return str(error)
+        tidy(self.folder / CHECKPOINTS)
+        return None
+
+    def _receive(self, channel: Channel, incoming: Path) -> None:
+        """Do what one line says."""
+        words = channel.hear()
+        if name := words.get("file"):
+            path, start = incoming / inside(name), words["start"]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if start:
+                shutil.copyfile(self.folder / name, path)
+                os.truncate(path, start)
+            with path.open("ab") as file:
+                channel.receive(file, words["size"] - start)
+        else:
+            self._place(incoming, words["run"], words["checkpoints"], words["models"])
+            channel.say(is_done=True)
+        self.copies.moved_at = time.monotonic()
+
+    def _place(self, incoming: Path, run: str, checkpoints: dict[str, str], models: list[str]) -> None:
+        arrived = by_unit(path.relative_to(incoming).as_posix() for path in incoming.rglob("*") if path.is_file())
+        for name in arrived.keys() & checkpoints.keys():
+            verify(incoming / name)
+        if self._ends.is_set() or not self._is_ours():
+            raise ConnectionAbortedError
+        if read_id(self.folder) != run:  # this copy may be replaced, see ``_prepare``
+            remove(self.folder / CHECKPOINTS)
+            (self.folder / CHECKPOINTS).mkdir()
+            write_text(self.folder / RUN_ID, run)
+        for name in arrived:
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with atomic_path(self.folder / name) as temporary:
+                (incoming / name).rename(temporary)
+        for name, digest in manifests(self.folder).items():
+            if checkpoints.get(name) != digest:  # it may be of an abandoned part of the run
+                remove_checkpoint(self.folder / name)
+        for name in {*MODELS} - {*models}:
+            remove(self.folder / name)
+        remove(incoming)
+
+
+def read_id(folder: Path) -> str:
+    """Return the word that the copies of a run have in common; empty if there is none."""
+    path = folder / RUN_ID
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether the present job trains in this folder. Until it does, what is there may be removed, as with resume=never."""
+    path = folder / BEGUN
+    return path.is_file() and f"job {present_job()}" in json.loads(path.read_text(encoding="utf-8"))
+
+
+def inside(name: str) -> str:
+    """Return the name of a file in the output folder.
+
+    Raises:
+        ValueError: it leads out of the folder.
+    """
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise ValueError(f"{name!r} leads out of the output folder")
+    return name
+
+
+def about(found: os.stat_result) -> tuple[int, int, int]:
+    """Return inode, size and time of change of a file."""
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def manifests(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of the manifest of each checkpoint by its path in the folder, in the order of the steps."""
+    found = {}
+    for step in steps(folder / CHECKPOINTS):
+        path = path_of(folder / CHECKPOINTS, step)
+        with suppress(OSError, ValueError, LookupError):  # without one it is broken
+            found[f"{CHECKPOINTS}/{path.name}"] = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["sha256"]
+    return found
+
+
+def layout(folder: Path) -> dict[str, Any]:
+    """Return what changes when a checkpoint or a model is written, replaced or removed."""
+    return {**manifests(folder), **{name: (folder / name).stat().st_ino for name in MODELS if (folder / name).is_dir()}}
+
+
+def wanted(folder: Path) -> dict[str, list[str]]:
+    """Return the files that a resume needs, see ``by_unit``; of the checkpoints the newest, and that of the best model."""
+    found = [path.name for path in folder.iterdir() if path.is_file() and (path.suffix in SUFFIXES or path.name == BEGUN)]
+    names = [name for name in found if not name.startswith(".") or name == BEGUN]
+    for name in (*MODELS, *GROWING):
+        names += files_in(folder / name, folder)
+    if checkpoints := [*manifests(folder)]:
+        progress = json.loads((folder / checkpoints[-1] / "progress.json").read_text(encoding="utf-8"))
+        best = f"{CHECKPOINTS}/{path_of(folder, progress['state'].get('best_step') or 0).name}"
+        for name in {best, checkpoints[-1]} & {*checkpoints}:
+            names += files_in(folder / name, folder)
+    return by_unit(names)
+
+
+def files_in(folder: Path, root: Path) -> Iterator[str]:
+    """Yield the paths from ``root`` of all files in a folder that are not hidden, and in no hidden folder."""
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from ((Path(parent) / name).relative_to(root).as_posix() for name in names if not name.startswith("."))
+
+
+def by_unit(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group files by what is replaced as one, a checkpoint, a model or a single file, in the order in which to place them."""
+    units: dict[str, list[str]] = {}
+    for name in sorted(names, key=lambda name: (name.startswith(CHECKPOINTS), name)):
+        first, *others = PurePosixPath(name).parts
+        is_checkpoint = first == CHECKPOINTS
+        units.setdefault(f"{first}/{others[0]}" if is_checkpoint else first if first in MODELS else name, []).append(name)
+    return units
+
+
+def is_first_to_create(path: Path) -> bool:
+    """Create a file, and return whether it was not there yet; see ``Sender._agree``. It is removed again."""
+    with suppress(OSError):  # a folder that cannot be written is nobody else's, either
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        path.unlink()
+    return True
