@@ -560,7 +560,9 @@ TABLE = [
         wandb_writes_its_file_each_second_in_a_process_of_its_own,
     ),
     Upstream("wandb.errors", "tracking", "a wrong key is refused before training", NO_ISSUE, wandb_refuses_a_wrong_key),
-    Upstream("_exit", "run distributed launchers", "documented despite its name", "nothing to wait for", exists("os._exit")),
+    Upstream(
+        "_exit", "run distributed launchers elastic", "documented despite its name", "nothing to wait for", exists("os._exit")
+    ),
     Upstream("_current_frames", "distributed", "documented despite its name", "nothing to wait for", threads_show_their_frames),
 ]
 
