@@ -1,17 +1,17 @@
-"""The interface of a tracker: the base class of W&B, MLflow and TensorBoard here, and of your own trackers.
-
-Independent of training: a tracker sees numbers, tables and pictures.
-"""
+"""The interface of a tracker: the base class of those here, and of your own. A tracker sees numbers, tables and images."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from hftune.config import Recipe
+
+Status = Literal["finished", "failed", "interrupted", "paused"]
+"""How a run ends; interrupted by a signal, to be resumed; paused, to go on in a moment, in the next round of an elastic job."""
 
 
 @dataclass
@@ -29,12 +29,15 @@ class EarlierRun:
 class TrackerBackend:
     """One tracker of one run. Subclass it and name the class in ``track.with`` by its dotted path.
 
-    All methods are called on the main process only, between two steps: training waits for them, so return quickly. If ``start``
-    raises, the run ends before it trains. An exception in any other method becomes one warning: training continues, the tracker
-    gets nothing more, and metrics.jsonl has everything.
+    All methods are called on the main process only, and those after ``start`` in a thread of the tracker's own, one after the
+    other: training does not wait for them. If ``start`` raises, the run ends before it trains. An exception in any other method
+    becomes one warning; ``log`` is tried again later with the same numbers. metrics.jsonl has everything.
 
     Only ``log`` must be written.
     """
+
+    url: str | None = None
+    """An address that answers while the server does, set by ``start``: the end of a run does not wait for a dead one."""
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
@@ -83,7 +86,8 @@ class TrackerBackend:
         """Record images of samples, each (H, W, 3) uint8, of several sizes, with a caption each."""
 
     def log_best(self, step: int, metric: str, value: float) -> None:
-        """Record the best evaluation so far, after each one; ``metric`` has no eval/ in front."""
+        """Record the best evaluation so far, when it has changed; ``metric`` has no eval/ in front."""
+        self.log(step, {"best/value": value, "best/step": step})
 
     def alert(self, title: str, text: str, level: str) -> None:
         """Tell the user of an event at once.
@@ -97,17 +101,16 @@ class TrackerBackend:
         """Return the id by which ``start`` finds this run again, for checkpoints to keep; None if there is none."""
         return None
 
-    def close(self) -> None:
-        """End a run that is finished and saved. This may take its time, such as for an upload."""
+    def upload(self) -> None:
+        """Send the files and models of a run that is finished and saved. This may take its time."""
 
-    def interrupt(self) -> None:
-        """End a run that a signal has stopped, to be resumed: the machine may be preempted within seconds."""
-        self.abandon()
+    def finish(self, status: Status) -> None:
+        """End the run. Unless it is finished, the process ends within seconds, whether or not this has returned."""
 
-    def pause(self) -> None:
-        """End a run that goes on in a moment, in the next round of an elastic job."""
-        self.interrupt()
+    def leave(self) -> str | None:
+        """End what would keep the process from ending, if ``finish`` or a call before it takes too long.
 
-    def abandon(self) -> None:
-        """End a run that failed. The process ends within seconds, whether or not this has returned."""
-        self.close()
+        Returns:
+            What the user can do later.
+        """
+        return None

@@ -1,4 +1,4 @@
-"""One run at MLflow: parameters, metrics, tables, images, files, model. Training neither waits for the server nor needs it.
+"""One run at MLflow: parameters, metrics, tables, images, files, models. Independent of training.
 
 Not Accelerate's MLflowTracker: it drops long parameters, raises in the middle of training if the server is gone, and cannot
 continue a run whose recipe has changed.
@@ -10,11 +10,10 @@ import logging
 import math
 import os
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +24,13 @@ from hftune.config import Recipe
 from hftune.config.recipe import flat
 from hftune.errors import ConfigError
 from hftune.secrecy import without_secrets
-from hftune.tracking.backend import EarlierRun, TrackerBackend
-from hftune.tracking.background import Background
+from hftune.tracking.backend import EarlierRun, Status, TrackerBackend
 from hftune.tracking.console import is_number, note, warning
+from hftune.tracking.lane import reason
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Metric
     from mlflow.entities import Run as MlflowRecord
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
@@ -41,20 +41,19 @@ MODELS = {None: ("model",), "best": ("model",), "all": ("model", "model_last"), 
 """The folders that a finished run sends, by ``track.upload``."""
 NOT_IN_FILE = ("system/", "best/", "test/")
 """First words of metrics that a run at MLflow may have without metrics.jsonl, which a resumed run begins without its test."""
+STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED", "paused": "KILLED"}
 SEND_S = 1.0  # a request takes 25 ms, a step may take less: what one second brought is sent together
-RETRY_S = 60.0  # between two attempts to reach a server that does not answer
-HURRY_S = 3.0  # for the end of a run whose process ends within seconds
 PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "4", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}  # seconds, and the number of retries
 MAX_METRICS, MAX_BATCH, MAX_VALUE = 1000, 100, 6000  # metrics, parameters in a request; characters of one: MLflow's bounds
 
 
 def prepare_mlflow() -> None:
-    """Set what MLflow reads on import: no telemetry, only errors are logged, and close says once where the run is."""
+    """Set what MLflow reads on import: no telemetry, only errors are logged, and ``finish`` says once where the run is."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns about each attempt; see _lose
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns about each attempt
 
 
 def tracking_uri() -> str:
@@ -97,14 +96,17 @@ def named_where_it_refuses(uri: str) -> Iterator[None]:
             yield
     except (MlflowException, OSError) as error:
         raise ConfigError(
-            f"track.with=mlflow: {without_secrets(uri)} cannot be used: {_reason(error)}. Start that server, or set "
+            f"track.with=mlflow: {without_secrets(uri)} cannot be used: {reason(error)}. Start that server, or set "
             f"MLFLOW_TRACKING_URI to a different one; without it, runs are kept in {STORE}."
         ) from error
 
 
 @contextmanager
 def briefly() -> Iterator[None]:
-    """Let requests fail within ten seconds unless the user has set this; MLflow would retry for many minutes."""
+    """Let requests fail within ten seconds, unless the user has set this, while a run waits to begin.
+
+    Otherwise MLflow retries for minutes, as it should: see ``hftune.tracking.lane``.
+    """
     ours = {name: value for name, value in PATIENCE.items() if name not in os.environ}
     os.environ.update(ours)
     try:
@@ -115,7 +117,7 @@ def briefly() -> Iterator[None]:
 
 
 class MlflowRun(TrackerBackend):
-    """A run at MLflow. At its end it has every line of metrics.jsonl, even if the server was down for a while."""
+    """A run at MLflow. It has every line of metrics.jsonl, even if the server was down for a while."""
 
     run_id: str | None = None  # until start has found or created the run
 
@@ -125,10 +127,8 @@ class MlflowRun(TrackerBackend):
         self.client = _connect(self.uri)
         self._params: Mapping[str, str] = {}  # that the run has, and cannot change
         self._known: set[tuple[str, int]] = set()  # names and steps of metrics that it had before, and of best/
-        self._unsent: list[Any] = []
+        self._unsent: dict[tuple[str, int], Metric] = {}
         self._send_at = math.inf  # until start has sent what the run lacks
-        self._is_lost = False
-        self._background = Background("mlflow", self._lose)
         self._monitor: SystemMetricsMonitor | None = None  # until start has made it
 
     @classmethod
@@ -161,6 +161,7 @@ class MlflowRun(TrackerBackend):
             self._log_config({name: str(value) for name, value in flat(config).items()})
             if is_new and earlier.run_id:
                 self._put_below(earlier)
+        self.url = f"{self.uri.rstrip('/')}/health" if self.uri.startswith("http") else None
         self._monitor = SystemMetricsMonitor(self.run_id, resume_logging=not is_new, tracking_uri=self.uri)
         self._monitor.start()
 
@@ -259,80 +260,52 @@ class MlflowRun(TrackerBackend):
             self.client.log_artifact(self.run_id, str(path))
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Record numbers of one step; they are sent once a second, and once a minute tried again."""
+        """Record numbers of one step; they are sent once a second."""
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
         numbers = {_clean(name): float(value) for name, value in values.items() if name != "step" and is_number(value)}
         new = {name: value for name, value in numbers.items() if (name, step) not in self._known}
-        self._unsent += [Metric(name, value, now_ms, step) for name, value in new.items()]
+        self._unsent |= {(name, step): Metric(name, value, now_ms, step) for name, value in new.items()}
         if time.monotonic() >= self._send_at:
-            self._send_at = math.inf  # one at a time
-            self._background.do("numbers", self._send)
+            self._send()
 
     def log_best(self, step: int, metric: str, value: float) -> None:
-        """Record value and step of the best evaluation as metrics, by which MLflow sorts runs."""
-        best = {"best/value": value, "best/step": step}
-        self.log(step, best)
-        self._known |= {(name, step) for name in best}  # the same one comes again after each evaluation that is no better
+        super().log_best(step, metric, value)
+        self._known |= {("best/value", step), ("best/step", step)}
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         columns = {column: [row[column] for row in rows] for column in rows[0]}
-        self._do(self._send)  # before the table: a resumed run knows by its metrics what it has
-        self._do(self.client.log_table, self.run_id, columns, f"{name}/step_{step:08d}.json")
+        self._send()  # before the table: a resumed run knows by its metrics what it has
+        self.client.log_table(self.run_id, columns, f"{name}/step_{step:08d}.json")
 
     def log_images(self, step: int, name: str, images: Sequence[np.ndarray], captions: Sequence[str]) -> None:
         """Record each image under a name of its own, so that one sees a sample change over the steps; captions as a table."""
         names = [f"{name}/{index}" for index in range(len(images))]
         for key, image_HWC in zip(names, images, strict=True):
-            self._do(partial(self.client.log_image, self.run_id, image_HWC, key=key, step=step))
+            self.client.log_image(self.run_id, image_HWC, key=key, step=step)
         self.log_table(step, name, [{"image": key, "caption": text} for key, text in zip(names, captions, strict=True)])
 
     def alert(self, title: str, text: str, level: str) -> None:
         """Set a tag for the last event of a level; MLflow itself sends no messages."""
-        self._do(self.client.set_tag, self.run_id, f"alert.{level}", _cut(f"{title}: {text}"))
+        self.client.set_tag(self.run_id, f"alert.{level}", _cut(f"{title}: {text}"))
 
-    def close(self) -> None:
-        """Send the files and models, and close the run. If the server is gone, say what it lacks."""
+    def upload(self) -> None:
+        """Send the best value, which a run that goes on for a killed one may lack, files, and models."""
+        from hftune.tracking.mlflow_model import log_model, register
+
         best: Mapping[str, Any] = {}
         if self._path("result.json").is_file():  # not of an evaluation
             best = TrainResult.read(self._path("")).best
         if "metric" in best:
-            self.log_best(best["step"], best["metric"], best["value"])  # which a run that goes on for a killed one may lack
-        self._background.do("numbers", self._send)
-        self._do(self._stop_monitor)
+            self.log_best(best["step"], best["metric"], best["value"])
         for name in FILES:
-            self._do(self._send_file, name)
-        self._background.do("models", partial(self._send_models, best))
-        self._do(self._finish)
-        self._wait()
-        if self._is_lost:
-            what = f"{len(self._unsent)} values of run {self.run_id}, and possibly files, did not reach MLflow."
-            print(warning(f"{what} They are all in {self.recipe.output_dir}."), flush=True)
-
-    def _finish(self) -> None:
-        self.client.set_terminated(self.run_id, "FINISHED")
-        where = ""
-        if self.uri.startswith("sqlite"):
-            where = f" View it with `mlflow ui --backend-store-uri {self.uri}`."
-        elif self.uri.startswith("http"):
-            experiment = self.client.get_run(self.run_id).info.experiment_id
-            where = f" View it at {without_secrets(self.uri).rstrip('/')}/#/experiments/{experiment}/runs/{self.run_id}."
-        print(note(f"MLflow has recorded this run as {self.run_id}.{where}"), flush=True)
-
-    def _send_models(self, best: Mapping[str, Any]) -> None:
-        """Send the models of ``track.upload``, and register the best one."""
-        from hftune.tracking.mlflow_model import log_model, register
-
-        if self._is_lost:
-            return
+            self._send_file(name)
         sources = {}
-        models = [
-            name for name in MODELS[self.recipe.track.upload] if self._path(name).is_dir()
-        ]  # no model_last without "eval"
-        for name in models:
-            with self._reported(f"The {name} of run {self.run_id} was not logged to MLflow"):
-                sources[name] = log_model(self.recipe, self.run_id, self.uri, name)
+        for name in MODELS[self.recipe.track.upload]:
+            if self._path(name).is_dir():  # there is no model_last if the last one is the best
+                with self._reported(f"The {name} of run {self.run_id} was not logged to MLflow"):
+                    sources[name] = log_model(self.recipe, self.run_id, self.uri, name)
         if (name := self.recipe.track.register) and "model" in sources:
             with self._reported(f"The model was not registered at MLflow as {name}"):
                 number = register(self.recipe, self.run_id, self.uri, sources["model"], best)
@@ -344,61 +317,30 @@ class MlflowRun(TrackerBackend):
         try:
             yield
         except Exception as error:  # of transformers, of MLflow, or of the task's own examples and answers
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
-            print(warning(f"{what}: {reason}. The model itself is intact, in {self._path('model')}."), flush=True)
+            print(warning(f"{what}: {reason(error)}. The model itself is intact, in {self._path('model')}."), flush=True)
 
-    def interrupt(self) -> None:
-        """Close a run that will be resumed, with MLflow's word for it."""
-        self._end("KILLED")
-
-    def abandon(self) -> None:
-        """Close a run that failed."""
-        self._end("FAILED")
-
-    def _end(self, status: str) -> None:
-        self._background.do("numbers", self._send)
-        self._do(self._stop_monitor)
-        if self.run_id is not None:
-            self._do(self.client.set_terminated, self.run_id, status)
-        self._wait(HURRY_S)
-
-    def _stop_monitor(self) -> None:
+    def finish(self, status: Status) -> None:
+        """Send what is left, close the run, and say where a finished one can be seen."""
+        self._send()
         if self._monitor is not None:
             self._monitor.finish()
+        self.client.set_terminated(self.run_id, STATUS[status])
+        if status != "finished":
+            return
+        where = ""
+        if self.uri.startswith("sqlite"):
+            where = f" View it with `mlflow ui --backend-store-uri {self.uri}`."
+        elif self.uri.startswith("http"):
+            experiment = self.client.get_run(self.run_id).info.experiment_id
+            where = f" View it at {without_secrets(self.uri).rstrip('/')}/#/experiments/{experiment}/runs/{self.run_id}."
+        print(note(f"MLflow has recorded this run as {self.run_id}.{where}"), flush=True)
 
     def _send(self) -> None:
-        self._send_at = time.monotonic() + RETRY_S
-        with briefly():
-            while self._unsent:
-                batch = self._unsent[:MAX_METRICS]
-                self.client.log_batch(self.run_id, metrics=batch)
-                del self._unsent[: len(batch)]  # training may have added others by now
         self._send_at = time.monotonic() + SEND_S
-        if self._is_lost:
-            self._is_lost = False
-            print(note("MLflow answers again and has received all values that it missed."), flush=True)
-
-    def _do(self, call: Callable[..., Any], *args: Any) -> None:
-        """Make requests in the background; none if the server did not answer the last time."""
-
-        def make() -> None:
-            if not self._is_lost:
-                with briefly():
-                    call(*args)
-
-        self._background.do("", make)
-
-    def _lose(self, _: str, error: BaseException) -> None:
-        """Say that a request failed, unless it is known."""
-        if not self._is_lost:
-            self._is_lost = True
-            what = f"Logging to MLflow at {without_secrets(self.uri)} failed: {_reason(error)}."
-            print(warning(f"{what} Training continues and will retry."), flush=True)
-
-    def _wait(self, limit_s: float | None = None) -> None:
-        done = threading.Event()
-        self._background.do("", done.set)
-        done.wait(limit_s)
+        while batch := dict(islice(self._unsent.items(), MAX_METRICS)):
+            self.client.log_batch(self.run_id, metrics=[*batch.values()])
+            for key in batch:
+                del self._unsent[key]
 
     def _path(self, name: str) -> Path:
         return Path(self.recipe.output_dir) / name
@@ -410,13 +352,3 @@ def _clean(name: str) -> str:
 
 def _cut(value: str) -> str:
     return value if len(value) <= MAX_VALUE else f"{value[: MAX_VALUE - 1]}…"
-
-
-def _reason(error: BaseException) -> str:
-    """Return the root cause: requests, urllib3 and MLflow each wrap it in a paragraph of their own."""
-    root = error
-    while (cause := root.__cause__ or root.__context__) is not None:
-        root = cause
-    if isinstance(root, OSError):
-        return root.strerror or str(root)
-    return str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")

@@ -10,7 +10,7 @@ import numpy as np
 from accelerate.tracking import TensorBoardTracker
 
 from hftune.config.recipe import flat
-from hftune.tracking.backend import EarlierRun, TrackerBackend
+from hftune.tracking.backend import EarlierRun, Status, TrackerBackend
 
 
 class TensorBoardRun(TrackerBackend):
@@ -28,10 +28,6 @@ class TensorBoardRun(TrackerBackend):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._tracker.log(dict(values), step=step)
 
-    def log_best(self, step: int, metric: str, value: float) -> None:
-        """Record value and step as scalars; again the same ones after an evaluation that is no better."""
-        self._tracker.log({"best/value": value, "best/step": step}, step=step)
-
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows as text in Markdown, which TensorBoard renders."""
         lines = [[*map(cell, rows[0])], ["---"] * len(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
@@ -44,7 +40,7 @@ class TensorBoardRun(TrackerBackend):
             self._tracker.log_images({key: image_HWC[None]}, step=step, dataformats="NHWC")
         self.log_table(step, name, [{"image": key, "caption": text} for key, text in zip(names, captions, strict=True)])
 
-    def close(self) -> None:
+    def finish(self, status: Status) -> None:
         self._tracker.finish()
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import heapq
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +18,35 @@ from hftune.config.recipe import Recipe
 from hftune.distributed.failure_report import Report
 from hftune.distributed.rounds import agents_word
 from hftune.errors import ConfigError
-from hftune.tracking.backend import EarlierRun, TrackerBackend
+from hftune.tracking.backend import EarlierRun, Status, TrackerBackend
 from hftune.tracking.console import is_number, warning
 from hftune.tracking.jsonl import finite, json_line, line_file, read_lines
+from hftune.tracking.lane import Lane, reason
 
 TRACKERS = {
     "wandb": "hftune.tracking.wandb_tracker.WandbRun",
     "mlflow": "hftune.tracking.mlflow_tracker.MlflowRun",
     "tensorboard": "hftune.tracking.tensorboard_tracker.TensorBoardRun",
-    "trackio": "hftune.tracking.accelerate_tracker.TrackioRun",
-    "swanlab": "hftune.tracking.accelerate_tracker.SwanLabRun",
-    "comet_ml": "hftune.tracking.accelerate_tracker.CometRun",
-    "aim": "hftune.tracking.accelerate_tracker.AimRun",
-    "clearml": "hftune.tracking.accelerate_tracker.ClearMLRun",
-    "dvclive": "hftune.tracking.accelerate_tracker.DVCLiveRun",
 }
-"""The classes of the trackers with a bare name, imported when a recipe names them. hftune.config.sections lists the names.
+"""The classes of the trackers with a bare name, imported when a recipe names them; the others are Accelerate's.
 
-A name is also that of the package that the tracker needs.
+hftune.config.sections lists all names. A name is also that of the package that the tracker needs.
 """
 EXTRAS = ("mlflow", "tensorboard")
 """The trackers whose package is an extra of hftune in pyproject.toml."""
-
-
-MOST_CLASSES = 100
+MAX_CLASSES = 100
 """Of a confusion matrix that trackers show; larger ones take them seconds, and nobody can read them."""
-MOST_ROWS = 200
+MAX_ROWS = 200
 """Rows of a table of predictions; predictions.jsonl has all of them."""
+END_S = 300.0
+"""For trackers to take what is left at the end of a run, without models."""
+MIN_UPLOAD_BYTES_PER_S = 1e6
+"""A model may be uploaded this slowly."""
+HURRY_S, FLUSH_S = 3.0, 1.5
+"""For the end of a run that failed or is interrupted, and for what is left then, such as wandb's file, written once a second.
+
+The watchdog ends the process after 5 s.
+"""
 
 
 def check_trackers(recipe: Recipe) -> None:
@@ -69,6 +70,10 @@ def tracker_class(name: str) -> type[TrackerBackend]:
         if spec is None or spec.origin is None:  # no origin: just a folder of that name, such as the logs of earlier runs
             package = f'"hftune[{name}]"' if name in EXTRAS else name.replace("_", "-")
             raise ConfigError(f"track.with={name} needs a package that is not installed: pip install {package}.")
+        if name not in TRACKERS:
+            from hftune.tracking.accelerate_tracker import accelerate_run
+
+            return accelerate_run(name)
     module, _, attribute = TRACKERS.get(name, name).rpartition(".")
     found = import_named("track.with", name, module, attribute)
     if not (isinstance(found, type) and issubclass(found, TrackerBackend)):
@@ -77,14 +82,16 @@ def tracker_class(name: str) -> type[TrackerBackend]:
 
 
 class Tracker:
-    """Appends to metrics.jsonl and passes numbers on to the trackers. Its methods are called on the main process only."""
+    """Appends to metrics.jsonl and passes numbers on to the trackers, which take them in threads of their own.
+
+    Its methods are called on the main process only.
+    """
 
     def __init__(self, recipe: Recipe):
         self.path = Path(recipe.output_dir) / "metrics.jsonl"
         self.name = recipe.track.run_name or recipe.recipe
-        self._trackers: dict[str, TrackerBackend] = {}
-        self._failed: set[str] = set()
-        self._started: set[str] = set()
+        self._lanes: list[Lane] = []
+        self._best: tuple[int, str, float] | None = None
         self._earlier: Mapping[str, str] = {}
 
     def start(
@@ -115,23 +122,21 @@ class Tracker:
         self._earlier, config = run_ids, {**recipe.to_dict(), "run": dict(facts)}
         for name in recipe.track.with_:
             try:
-                self._start(name, recipe, config, EarlierRun(step, run_ids.get(name), lines))
+                lane = Lane(name, tracker_class(name)(recipe), self.path.parent)
+                self._start(lane, config, EarlierRun(step, run_ids.get(name), lines))
             except ConfigError as error:
-                self._failed.add(name)
                 if must_start:
                     raise
                 print(warning(f"{error} It gets nothing more; {self.path} has everything."), flush=True)
 
-    def _start(self, name: str, recipe: Recipe, config: dict[str, Any], earlier: EarlierRun) -> None:
-        tracker = tracker_class(name)(recipe)
-        self._trackers[name] = tracker  # abandon closes what has been opened by then
+    def _start(self, lane: Lane, config: dict[str, Any], earlier: EarlierRun) -> None:
         try:
-            tracker.start(config, earlier)
+            lane.start(config, earlier)
         except ConfigError:
             raise
         except Exception as error:  # whatever a tracker's package raises
-            raise ConfigError(f"track.with={name} does not start: {_reason(error)}.") from error
-        self._started.add(name)
+            raise ConfigError(f"track.with={lane.name} does not start: {reason(error)}.") from error
+        self._lanes.append(lane)
 
     def log(self, step: int, epoch: float | None, values: Mapping[str, Any]) -> None:
         """Record values of one step. What is not finite becomes null.
@@ -143,88 +148,83 @@ class Tracker:
             values = {"epoch": round(epoch, 6), **values}
         values = finite(values)
         self.file.append(json_line({"step": step, **values}))
-        numbers = {name: value for name, value in values.items() if is_number(value)}
-        self._each(lambda tracker: tracker.log(step, numbers))
+        self._do("log", step, {name: value for name, value in values.items() if is_number(value)})
 
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """Show samples, all with the same fields, as a table."""
         if samples and samples[0]:
-            self._each(lambda tracker: tracker.log_table(step, "eval/samples", samples))
+            self._do("log_table", step, "eval/samples", samples)
 
     def log_predictions(self, step: int, rows: Sequence[Mapping[str, Any]], name: str = "eval/predictions") -> None:
         """Show the samples with the greatest errors, of rows as ``Task.describe`` returns them; the first if there are none."""
         if any(rows):
-            worst = worst_first(rows, MOST_ROWS)
+            worst = worst_first(rows, MAX_ROWS)
             fields = dict.fromkeys(field for row in worst for field in row)
-            table = [{field: row.get(field) for field in fields} for row in worst]
-            self._each(lambda tracker: tracker.log_table(step, name, table))
+            self._do("log_table", step, name, [{field: row.get(field) for field in fields} for row in worst])
 
     def log_confusion_matrix(self, step: int, counts: Sequence[Sequence[int]], labels: Sequence[str]) -> None:
         """Show how often each class was taken for each; rows are true classes. Of many classes, the most frequent mistakes."""
         if len(labels) != len(counts):
             return
-        if len(labels) > MOST_CLASSES:
-            mistakes = frequent_mistakes(counts, labels, MOST_ROWS)
-            self._each(lambda tracker: tracker.log_table(step, "eval/confusion", mistakes))
-            return
-        self._each(lambda tracker: tracker.log_confusion_matrix(step, "eval/confusion", counts, labels))
+        if len(labels) > MAX_CLASSES:
+            self._do("log_table", step, "eval/confusion", frequent_mistakes(counts, labels, MAX_ROWS))
+        else:
+            self._do("log_confusion_matrix", step, "eval/confusion", counts, labels)
 
     def log_images(self, step: int, images: Sequence[np.ndarray], captions: Sequence[str], name: str = "eval/images") -> None:
         """Show images of samples, each (H, W, 3) uint8."""
-        self._each(lambda tracker: tracker.log_images(step, name, images, captions))
+        self._do("log_images", step, name, images, captions)
 
     def log_best(self, step: int, metric: str, value: float) -> None:
         """Record the best evaluation so far."""
-        self._each(lambda tracker: tracker.log_best(step, metric, value))
+        if (step, metric, value) != self._best:
+            self._best = step, metric, value
+            self._do("log_best", step, metric, value)
 
     def alert(self, title: str, text: str, level: str) -> None:
         """Tell the user of an event at once; ``level`` is info, warning or error."""
-        self._each(lambda tracker: tracker.alert(title, text, level))
+        self._do("alert", title, text, level)
 
     def run_ids(self) -> dict[str, str]:
-        """Return what finds the trackers' runs again."""
-        found: dict[str, str | None] = {name: self._earlier.get(name) for name in self._failed - self._started}
-        for name in self._started:
-            tracker = self._trackers[name]
-            self._guarded(name, partial(lambda name, tracker: found.update({name: tracker.run_id}), name, tracker))
+        """Return what finds the trackers' runs again; of trackers that did not start, what found those of before."""
+        found = {**self._earlier, **{lane.name: lane.backend.run_id for lane in self._lanes}}
         return {name: run_id for name, run_id in found.items() if run_id is not None}
 
     def close(self, text: str) -> None:
-        """Close the trackers of a run that is finished, after an alert with its result."""
+        """Send files and models of a run that is finished, and end it at the trackers, after an alert with its result."""
         self.alert(f"{self.name} finished", text, "info")
-        self._each(lambda tracker: tracker.close())
-        self._abandon_failed()
+        self._do("upload")
+        folders = (path for name in ("model", "model_last") for path in (self.path.parent / name).rglob("*"))
+        num_bytes = sum(path.stat().st_size for path in folders if path.is_file())
+        self._finish("finished", END_S + num_bytes / MIN_UPLOAD_BYTES_PER_S)
 
     def end_early(self, report: Report) -> None:
-        """Close the trackers of a run that failed, after an alert with the reason, or that is to be resumed."""
+        """End a run that failed, after an alert with the reason, or that is to be resumed."""
         if report.is_interruption:
             goes_on = agents_word() is not None  # the next round, in other processes
-            self._each(lambda tracker: tracker.pause() if goes_on else tracker.interrupt())
-            self._abandon_failed()
-            return
-        self.alert(f"{self.name} failed", report.sentence, "error")
-        self._each(lambda tracker: tracker.abandon())
-        self._abandon_failed()
+            self._finish("paused" if goes_on else "interrupted", HURRY_S)
+        else:
+            self.alert(f"{self.name} failed", report.sentence, "error")
+            self._finish("failed", HURRY_S)
 
-    def _abandon_failed(self) -> None:
-        """Give trackers that have failed on the way a chance to end their run, too."""
-        for name in self._failed & self._started:
-            with suppress(Exception):
-                self._trackers[name].abandon()
-
-    def _each(self, call: Callable[[TrackerBackend], None]) -> None:
-        for name, tracker in self._trackers.items():
-            if name not in self._failed:
-                self._guarded(name, partial(call, tracker))
-
-    def _guarded(self, name: str, call: Callable[[], None]) -> None:
-        """Call a tracker. If it fails, warn once and leave it alone from then on: training is worth more than its dashboard."""
+    def _finish(self, status: Status, limit_s: float) -> None:
+        until = time.monotonic() + limit_s
+        self._do("finish", status)
         try:
-            call()
-        except Exception as error:  # whatever a tracker's package raises
-            self._failed.add(name)
-            what = f"track.with={name} failed: {_reason(error)}. It gets nothing more; {self.path} has everything."
-            print(warning(what), flush=True)
+            for lane in self._lanes:
+                lane.wait(until)
+        finally:  # also if Ctrl-C ends an upload
+            stuck = [lane for lane in self._lanes if not lane.done.is_set()]
+            for lane in stuck:
+                lane.hurry()
+            if stuck:
+                time.sleep(FLUSH_S)
+            for lane in stuck:
+                lane.leave()
+
+    def _do(self, method: str, *args: Any) -> None:
+        for lane in self._lanes:
+            lane.do(method, *args)
 
 
 def worst_first(rows: Sequence[Mapping[str, Any]], count: int) -> Sequence[Mapping[str, Any]]:
@@ -235,12 +235,8 @@ def worst_first(rows: Sequence[Mapping[str, Any]], count: int) -> Sequence[Mappi
     return numbered[:count]
 
 
-def frequent_mistakes(counts: Sequence[Sequence[int]], labels: Sequence[str], most: int) -> list[dict[str, Any]]:
+def frequent_mistakes(counts: Sequence[Sequence[int]], labels: Sequence[str], num_rows: int) -> list[dict[str, Any]]:
     """Return the pairs of classes that were mixed up most often, as rows of true class, prediction and count."""
     cells = ((count, i, j) for i, row in enumerate(counts) for j, count in enumerate(row) if i != j and count)
-    found = heapq.nlargest(most, cells)
+    found = heapq.nlargest(num_rows, cells)
     return [{"true class": labels[i], "prediction": labels[j], "count": count} for count, i, j in found]
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")

@@ -387,8 +387,12 @@ class _Handler(BaseHTTPRequestHandler):
         return self.answer({})
 
     def do_GET(self) -> None:
-        self.fake.unknown.append(f"GET {self.path}")
-        self.answer({})
+        time.sleep(self.fake.late_s)
+        if self.fake.down:
+            return self.answer({"error": "down"}, 503)
+        if urlparse(self.path).path not in ("", "/"):  # that is the question whether the server is there
+            self.fake.unknown.append(f"GET {self.path}")
+        return self.answer({})
 
 
 if __name__ == "__main__":
