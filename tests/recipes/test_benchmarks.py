@@ -12,7 +12,9 @@ from tests.support.machines import NotAllowed, two_machines
 from tests.support.runs import environment, warm_python
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SHARED = {"bert_on_reviews", "contest", "measured", "record"}
+SHARED = {"bert_on_reviews", "contest", "measured", "ngrams", "record"}
+POSITIVE = ("CPU s", "ms", "peak MiB", "rows/s", "samples/s", "seconds", "tokens/s")
+"""Columns of what takes time or memory."""
 
 
 class Cells:
@@ -29,21 +31,9 @@ def number(cell):
     return float(cell.replace(",", "").rstrip("x%"))
 
 
-def check_against_trainer(cells):
-    assert [row["task"] for row in cells.rows] == [
-        task for task in ("reviews", "tags", "sentences", "images") for _ in range(2)
-    ]
-    assert all(0 <= score <= 100 for score in cells.column("mean")) and all(speed > 0 for speed in cells.column("samples/s"))
-
-
 def check_batch_plan(cells):
     assert cells.column("steps") == [79, 79, 79]  # 10,000 samples in batches of 128, the short last one kept
     assert all(micro_batches >= 79 * 4 - 3 for micro_batches in cells.column("micro-batches"))
-
-
-def check_bigbird_attention(cells):
-    assert [row[""] for row in cells.rows] == ["transformers, sparse", "hftune, sparse", "prefix LM"]
-    assert all(seconds > 0 for seconds in cells.column("CPU s")) and all(mib > 1 for mib in cells.column("peak MiB"))
 
 
 def check_chat_templates(cells):
@@ -52,47 +42,25 @@ def check_chat_templates(cells):
     assert found == {"chatml": "3 exact; refused: thoughts, call", "qwen3": "5 exact", "deepseekv3": f"0 exact; {refused}"}
 
 
-def check_checkpoint_cost(costs, starts):
-    assert all(figure > 0 for figure in costs.column("figure"))
-    assert len(starts.rows) == 3 and all(0 <= seconds < 60 for seconds in starts.column("seconds"))
-
-
 def check_elastic(events, runs):
-    assert [row["event"] for row in events.rows] == ["power off", "SIGTERM", "arrival", "all"]
     assert events.column("events") == [1, 1, 1, 3] and all(0 < seconds < 120 for seconds in events.column("slowest"))
     assert [row["equal"] for row in runs.rows] == ["yes"] and runs.column("furthest")[0] < 1e-5
 
 
 def check_faults(cells):
-    assert [row["named"] for row in cells.rows] == ["yes"]
-    assert "train.speed is not a key" in cells.rows[0]["last words"]
+    assert [row["named"] for row in cells.rows] == ["yes"] and "train.speed is not a key" in cells.rows[0]["last words"]
 
 
 def check_figure(cells):
     hftune, trainer = cells.rows[:2], cells.rows[2:]
-    assert [row["processes"] for row in hftune] == [row["processes"] for row in trainer] == ["1", "2"]
     assert hftune[0]["first loss logged"] == hftune[1]["first loss logged"]
     assert all(number(row["furthest from 1"]) < 1e-5 for row in hftune)
     assert number(trainer[1]["first loss logged"]) == pytest.approx(2 * number(trainer[0]["first loss logged"]), rel=5e-2)
 
 
-def check_generation(titles, texts):
-    assert [(row[""], row["source"], row["beams"]) for row in titles.rows] == [
-        ("prefix_lm", "64", "2"),
-        ("encoder_decoder", "64", "2"),
-    ]
-    assert all(number(row["twice"]) > 0 and number(row["once"]) > 0 for row in titles.rows)
-    assert [row["generated"] for row in texts.rows] == ["8"]
-
-
 def check_gpu(cells):
-    padded, plan, packed = cells.rows
-    assert 0 == number(packed["padding"]) < number(plan["padding"]) < number(padded["padding"]) < 100
-    assert all(rate > 0 for rate in cells.column("tokens/s"))
-
-
-def check_gpu_language_model(cells):
-    assert [row["precision"] for row in cells.rows] == ["no", "bf16"] and all(rate > 0 for rate in cells.column("tokens/s"))
+    padded, plan, packed = cells.column("padding")
+    assert 0 == packed < plan < padded < 100
 
 
 def check_gradient_scale(cells):
@@ -102,7 +70,6 @@ def check_gradient_scale(cells):
 
 
 def check_in_batch_negatives(cells):
-    assert all(milliseconds > 0 for milliseconds in cells.column("ms"))
     assert cells.column("loss") == pytest.approx([cells.column("loss")[0]] * 4, rel=1e-5)
 
 
@@ -114,30 +81,17 @@ def check_kill(cells):
     assert cells.column("kills") == cells.column("bit-equal") == [1, 1]
 
 
-def check_lctt_titles(cells):
-    assert [row[""] for row in cells.rows] == ["first sentence", "frequent words", "hftune"]
-    assert all(0 < score <= 100 for score in cells.column("ROUGE-1"))
-
-
 def check_ledger(cells, replayed):
-    assert [row[""] for row in cells.rows][2] == "500 steps (MB)" and all(figure > 0 for figure in cells.column("figure"))
     assert cells.column("figure")[1] < 1000  # a line takes some 20 us, and no machine of ours needs a millisecond
-    assert [row["figure"] for row in replayed.rows][-1] == "0.0e+00" and all(time > 0 for time in replayed.column("figure")[:3])
-
-
-def check_loop_overhead(cells):
-    assert [row["steps"] for row in cells.rows] == ["20", "18", "2", ""]
-    assert all(number(row["bare ms"]) > 0 and number(row["hftune ms"]) > 0 for row in cells.rows[:3])
+    assert [row["figure"] for row in replayed.rows][-1] == "0.0e+00"
 
 
 def check_parity(cells):
-    (difference,) = cells.column("micro-batch 4")
-    assert 0 <= difference < 1e-5
+    assert 0 <= cells.column("micro-batch 4")[0] < 1e-5
 
 
 def check_pipeline(cells):
-    (row,) = cells.rows
-    assert all(0 <= number(row[name]) < 1e-5 for name in ("loss", "gradient norm", "evaluation", "weights"))
+    assert all(0 <= cells.column(name)[0] < 1e-5 for name in ("loss", "gradient norm", "evaluation", "weights"))
 
 
 def check_plan_memory(cells):
@@ -145,8 +99,6 @@ def check_plan_memory(cells):
 
 
 def check_predict(cells):
-    assert [row[""] for row in cells.rows] == ["pipeline, batches of 1", "pipeline, batches of 8", "hftune", "hftune, bf16"]
-    assert all(rate > 0 for rate in cells.column("rows/s"))
     assert {row["other labels"] for row in cells.rows if "bf16" not in row[""]} == {"0"}
 
 
@@ -156,23 +108,17 @@ def check_restoration_flowers(cells):
 
 
 def check_scaling(speeds, balances):
-    assert [row[""] for row in speeds.rows] == ["hftune", "hftune padded", "raw DDP"]
-    assert all(number(row[way]) > 0 for row in speeds.rows for way in ("1 process", "2 processes", "2 apart"))
-    assert [row["batch"] for row in balances.rows] == ["128"] * 3 + ["32"] * 3
     for hftune, _, raw in (balances.rows[:3], balances.rows[3:]):
         assert 1 >= number(hftune["8 processes"]) > max(0.9, number(raw["2 processes"]))
 
 
 def check_scored_head(*parts):
     for cells in parts:
-        assert [row[""] for row in cells.rows] == ["whole logits", "chunks"]
-        assert all(seconds > 0 for seconds in cells.column("CPU s")) and all(mib > 0 for mib in cells.column("peak MiB"))
         whole, chunks = cells.column("loss")
         assert chunks == pytest.approx(whole, rel=1e-6)
 
 
 def check_sft_scale(whole, accumulated):
-    assert [row["step"] for row in whole.rows] == [row["step"] for row in accumulated.rows] == ["1", "3", "furthest"]
     assert whole.rows[0]["right loss"] == accumulated.rows[0]["right loss"]
     for cells in (whole, accumulated):
         assert 0 < number(cells.rows[1]["hftune loss"]) < number(cells.rows[0]["hftune loss"])
@@ -181,15 +127,9 @@ def check_sft_scale(whole, accumulated):
     assert number(accumulated.rows[-1]["averaged loss"]) > 1e-3  # these chats tell a wrong mean from the right one
 
 
-def check_startup(cells):
-    assert [(row[""], row["processes"]) for row in cells.rows] == [("this tree", "2")]
-    assert cells.column("seconds")[0] > 0 and cells.column("CPU s")[0] > 1  # the imports alone take more
-
-
 def check_throughput(cells):
     padding = {row[""]: number(row["padding"]) for row in cells.rows}
-    assert padding["hftune"] < padding["trainer"] < padding["padded"]
-    assert cells.column("x padded")[0] == 1
+    assert padding["hftune"] < padding["trainer"] < padding["padded"] and cells.column("x padded")[0] == 1
 
 
 def check_wikitext2(cells):
@@ -200,13 +140,11 @@ def check_wikitext2(cells):
 COLD = ("batch_plan", "startup")
 """Run in an interpreter that has imported nothing, as a newcomer would: without torch, and a training."""
 CHECKS = {name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")}
+"""What a figure must be like, where it can be told of a smoke run."""
+SCRIPTS = sorted({path.stem for path in BENCHMARKS.glob("*.py")} - SHARED)
 
 
-def test_every_script_is_tried():
-    assert {path.stem for path in BENCHMARKS.glob("*.py")} == {*CHECKS, *SHARED}
-
-
-@pytest.mark.parametrize("name", sorted(CHECKS))
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_smoke_run_ends_well_with_a_sensible_table(tmp_path, monkeypatch, name):
     if name in ("elastic", "faults"):
         try:
@@ -226,7 +164,10 @@ def test_smoke_run_ends_well_with_a_sensible_table(tmp_path, monkeypatch, name):
     assert result["script"] == f"{name}.py" and result["smoke"] and result["versions"]["torch"] and result["machine"]["cores"]
     assert result["measured"] and all(what and figure for what, figure in result["measured"].items())
     assert all(table["title"] in done.stdout and table["rows"] for table in result["tables"])
-    CHECKS[name](*map(Cells, result["tables"]))
+    tables = [Cells(table) for table in result["tables"]]
+    for table in tables:
+        assert all(value > 0 for unit in POSITIVE if unit in table.rows[0] for value in table.column(unit))
+    CHECKS.get(name, lambda *tables: None)(*tables)
 
 
 @pytest.mark.skipif(find_spec("trl") is not None, reason="TRL is installed")

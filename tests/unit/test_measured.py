@@ -1,6 +1,7 @@
-"""The table of measurements in docs/benchmarks.md is what the result files say, and a figure that may be out of date is marked."""
+"""The table of docs/benchmarks.md is what the result files say, a figure that may be out of date is marked; and README's plot."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -49,34 +50,21 @@ def test_page_says_what_the_result_files_say(measured):
     assert page == expected, "The table of docs/benchmarks.md is not that of benchmarks/results: run `make measured`."
 
 
-def test_figure_of_an_unchanged_script_has_no_mark(measured, results, scripts):
-    assert measured.section(results, scripts).splitlines() == [
-        "| what | figure | script | measured |",
-        "|---|---|---|---|",
-        "| a speed | 3 \\| 4 tokens/s | `gpu_language_model.py` | 2026-11-22, 0123456789 |",
-        "",
-        "- `gpu_language_model.py`: 2 cores of Z80, 24.0 GiB; torch 2.13.0.",
-    ]
-
-
-@pytest.mark.parametrize("name", ["gpu_language_model.py", "gpu.py", "bert_on_reviews.py"])
-def test_figure_is_marked_if_its_script_or_what_it_imports_has_changed(measured, results, scripts, name):
-    with (scripts / name).open("a") as file:
-        file.write("# changed\n")
-    said = measured.section(results, scripts)
-    assert "| 3 \\| 4 tokens/s † |" in said and "† The script has changed since." in said
-
-
-@pytest.mark.parametrize("name", ["throughput.py", "record.py"])
-def test_figure_is_not_marked_if_something_else_has_changed(measured, results, scripts, name):
-    with (scripts / name).open("a") as file:
-        file.write("# changed\n")
-    assert "†" not in measured.section(results, scripts)
-
-
-def test_figure_of_a_script_that_is_gone_is_marked(measured, results, scripts):
-    (scripts / "gpu_language_model.py").unlink()
-    assert "†" in measured.section(results, scripts)
+@pytest.mark.parametrize(
+    "changed", ["gpu_language_model.py", "gpu.py", "bert_on_reviews.py", "throughput.py", "record.py", None]
+)
+def test_figure_is_marked_if_its_script_or_what_it_imports_has_changed(measured, results, scripts, changed):
+    assert "| a speed | 3 \\| 4 tokens/s | `gpu_language_model.py` | 2026-11-22, 0123456789 |" in measured.section(
+        results, scripts
+    )
+    if changed is None:
+        (scripts / "gpu_language_model.py").unlink()
+    else:
+        with (scripts / changed).open("a") as file:
+            file.write("# changed\n")
+    assert ("† The script has changed since." in measured.section(results, scripts)) == (
+        changed not in ("throughput.py", "record.py")
+    )
 
 
 def test_a_recipe_that_a_script_names_belongs_to_it(measured, scripts):
@@ -87,25 +75,35 @@ def test_a_recipe_that_a_script_names_belongs_to_it(measured, scripts):
 
 
 def test_figure_taken_over_from_an_older_readme_is_marked(measured, results, scripts):
-    taken_over = {
-        "script": "kill.py",
-        "taken_over": "the README of commit cfcddaf",
-        "date": "2026-11-22T01:05:06+00:00",
-        "commit": "cfcddaf",
-        "measured": {"runs": "100"},
-    }
-    (results / "kill.json").write_text(json.dumps(taken_over))
+    kept = {"date": "2026-11-22T01:05:06+00:00", "commit": "cfcddaf", "measured": {"runs": "100"}}
+    (results / "kill.json").write_text(json.dumps({"script": "kill.py", "taken_over": "the README of commit cfcddaf", **kept}))
     said = measured.section(results, scripts)
     assert "| runs | 100 ‡ | `kill.py` | 2026-11-22, cfcddaf |" in said and "\n‡ Taken over from an earlier README" in said
 
 
-def test_result_of_a_smoke_run_is_refused(measured, results, scripts):
+def test_result_of_a_smoke_run_and_page_without_a_place_for_the_table_are_refused(measured, results, scripts):
     path = results / "gpu_language_model.json"
     path.write_text(path.read_text().replace('"smoke": false', '"smoke": true'))
     with pytest.raises(ValueError, match=r"gpu_language_model\.json was written under --smoke"):
         measured.section(results, scripts)
-
-
-def test_page_without_the_comments_is_refused(measured):
     with pytest.raises(ValueError, match="once each"):
         measured.with_section("# hftune\n", "| what |")
+
+
+def test_readmes_figure_is_the_same_for_the_same_curves_small_and_free_of_scale(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import figure
+
+    def curves(scale):
+        losses = {count: [1.5, 1.25 + count / 1e6] for count in (1, 2, 4)}
+        return {count: figure.Curve([scale(count) * loss for loss in (1.5, 1.25)], own, 1.2) for count, own in losses.items()}
+
+    scaled = curves(lambda count: count)
+    assert scaled[4].distance(scaled[1]) == pytest.approx([0, 3e-6 / 1.250001])
+    for name in ("one.svg", "two.svg"):
+        figure.draw(curves(lambda count: 1), scaled, tmp_path / name)
+    svg = (tmp_path / "one.svg").read_bytes()
+    assert svg == (tmp_path / "two.svg").read_bytes() and b"fill: #ffffff" in svg
+    (shipped,) = re.findall(r"\]\((docs/assets/[\w-]+\.svg)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert max(len(svg), (ROOT / shipped).stat().st_size) < 100_000
