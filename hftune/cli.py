@@ -15,7 +15,7 @@ from typing import Any
 from hftune import __version__
 from hftune.commands import (
     audit,
-    bisect_runs,
+    bisect,
     bisect_step,
     compare,
     completion,
@@ -91,10 +91,9 @@ COMMANDS = {
         "launcher all processes share the work: accelerate launch -m hftune.cli replay outputs/yelp --step 137",
     ),
     "bisect": (
-        bisect_runs,
-        "find what made a run bad: the recipe key, the lines of a data file or the version, by replaying a few steps. For "
-        "example hftune bisect outputs/good outputs/bad, or hftune bisect outputs/yelp --try 'pip install -q transformers=={}' "
-        "--candidates 5.1,5.2,5.3",
+        bisect,
+        "find what made a run bad, a recipe key or a line of a data file, by replaying a few steps. For example hftune bisect "
+        "outputs/good outputs/bad",
     ),
     "bisect-step": (
         bisect_step,

@@ -90,7 +90,6 @@ class Replayer:
         history: of the run.
         step: the first step to look at; the replay begins at the checkpoint before it.
         change: what is done differently.
-        like: a replayer that is open: its processes are used, and its data, if the task is the same. One of them at a time.
 
     Raises:
         ConfigError: the recipe cannot be run here, the data are others than the run's, or a key cannot be changed.
@@ -99,65 +98,67 @@ class Replayer:
 
     strategy: Strategy
     parts: Parts
-    _task: Task
-    _datasets: Mapping[str, Any]
-    data_of: dict[str, Any]
+    task: Task
+    datasets: Mapping[str, Any]
     digests: dict[str, str]
     """Of the data here, such as {"train data": "all:..."}."""
     step: int
     """The last step that was computed; at first, that of the checkpoint. While one is looked at, that one."""
 
-    def __init__(self, history: History, step: int, change: Change = NO_CHANGE, *, like: Replayer | None = None):
+    def __init__(self, history: History, step: int, change: Change = NO_CHANGE):
         history.check_change(change)
         self.history, self.change = history, change
         self.notices: list[str] = []
         """What a user should know, one sentence each; on the main process."""
-        self._first, self._like = step, like
+        self._first = step
         self._known: dict[tuple[int, bool], Terms] = {}  # by the start line in force, and whether the change is
+        self._terms: Terms | None = None
+        self._data_of: dict[str, Any] = {}
         self._num_threads = torch.get_num_threads()
+
+    @property
+    def terms(self) -> Terms:
+        """Under what the present step is computed."""
+        assert self._terms is not None
+        return self._terms
 
     @property
     def recipe(self) -> Recipe:
         """The recipe of the present step."""
-        return self._terms.recipe
-
-    @property
-    def task(self) -> Task:
-        return self._task
-
-    @property
-    def start(self) -> Mapping[str, Any]:
-        """The line of the ledger that training wrote when it last started before the present step."""
-        return self._terms.start
+        return self.terms.recipe
 
     @property
     def plan(self) -> BatchPlan:
         return self.parts.plan
 
-    @property
-    def datasets(self) -> Mapping[str, Any]:
-        return self._datasets
-
     def __enter__(self) -> Replayer:
         recipe = self.history.recipe_at(self._first, *self.change.overrides_at(self._first))
         with ExitStack() as stack:
-            if self._like is None:
-                self.session = stack.enter_context(Session(recipe))
-            else:
-                self.session = self._like.session
+            self.session = stack.enter_context(Session(recipe))
             self._load_data(recipe)
-            if self._like is None:
-                self.group = Collectives(self.session.join(), self.session.progress)
-            else:
-                self.group = self._like.group
-            recipe.task = self._task
-            self.session.recipe = recipe  # whose data are compared
-            self.digests = self.session.compare(self.group, self._datasets, self._task.commits())
+            self.group = Collectives(self.session.join(), self.session.progress)
             stack.callback(torch.set_num_threads, self._num_threads)
             stack.callback(self._end_workers)
-            self.rewind(self._first)
+            self._begin(recipe)
             self._stack = stack.pop_all()
         return self
+
+    def restart(self, change: Change) -> None:
+        """Begin again at the checkpoint before the first step, with another change. Data are loaded again only if they differ.
+
+        Raises:
+            ConfigError, DataError: as when a replay is begun.
+        """
+        self.history.check_change(change)
+        self.change, self._known, self._terms = change, {}, None
+        recipe = self.history.recipe_at(self._first, *change.overrides_at(self._first))
+        self._load_data(recipe)
+        self._begin(recipe)
+
+    def _begin(self, recipe: Recipe) -> None:
+        recipe.task, self.session.recipe = self.task, recipe  # whose data are compared
+        self.digests = self.session.compare(self.group, self.datasets, self.task.commits())
+        self.rewind(self._first)
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._stack.__exit__(*error)
@@ -230,7 +231,7 @@ class Replayer:
         tensors, values = saved
         epoch, place = divmod(self.step, self.plan.num_steps)
         state = asdict(TrainState(self.step, epoch, place))
-        provenance = asdict(Provenance(self.digests, self._task.commits(), self.strategy.precision, base=self.parts.base))
+        provenance = asdict(Provenance(self.digests, self.task.commits(), self.strategy.precision, base=self.parts.base))
         progress = {"state": state, "values": values, **provenance, "replayed": self.history.line_digest(self.step)}
         writer = Checkpointer(folder, CheckpointConfig(keep=sys.maxsize))
         writer.write(self.step, tensors, progress, self.recipe.to_yaml(), None, [])
@@ -239,21 +240,21 @@ class Replayer:
             raise TrainingError(f"The checkpoint of step {self.step:,} could not be written: {writer.failure}.")
 
     def _load_data(self, recipe: Recipe) -> None:
-        """Load the data of a recipe, unless a replayer that is open has the same."""
+        """Load the data of a recipe, unless they are those that are there."""
         what = {key: value for key, value in recipe.to_dict().items() if key in ("seed", "task")} | {"off": recipe.eval.is_off}
-        if self._like is not None and what == self._like.data_of:
-            self._task, self._datasets = self._like.task, self._like.datasets
-        else:
-            self.session.progress.stage("preparing the data")
-            self._task, self._datasets = recipe.task, load_datasets(recipe)
-        self.data_of = what
-        self._augmented = augmented(self._datasets["train"], self._task, recipe.seed, 0)
-        then, now = self.history.start_of(self._first)["plan"]["num_samples"], len(self._datasets["train"])
+        if what == self._data_of:
+            return
+        self.session.progress.stage("preparing the data")
+        self._data_of = {}
+        self.task, self.datasets = recipe.task, load_datasets(recipe)
+        self._augmented = augmented(self.datasets["train"], self.task, recipe.seed, 0)
+        then, now = self.history.start_of(self._first)["plan"]["num_samples"], len(self.datasets["train"])
         if then != now and not self._changes_data:
             raise ConfigError(
                 f"The training data have {now:,} rows, and had {then:,} when {self.history.folder} was trained: they are "
                 "others. Restore them, or say where they are: --data FOLDER."
             )
+        self._data_of = what
 
     @property
     def _changes_data(self) -> bool:
@@ -266,7 +267,7 @@ class Replayer:
         if key not in self._known:
             recipe = self.history.recipe_at(step, *self.change.overrides_at(step))
             text = recipe.to_yaml()
-            recipe.task = self._task  # it knows what was found in the data
+            recipe.task = self.task  # it knows what was found in the data
             if self.change.without:
                 recipe.train.head_loss = "whole"  # otherwise no sample has a loss of its own
             self._known[key] = Terms(recipe, start, text)
@@ -303,11 +304,11 @@ class Replayer:
             del self.strategy, self.parts
         self._terms, recipe = terms, terms.recipe
         self._use_threads(terms.start)
-        parts = build(recipe, self.session.progress, self._datasets)
+        parts = build(recipe, self.session.progress, self.datasets)
         accelerator = start_accelerator(recipe.train)
         self.strategy = strategy = choose_strategy(accelerator, recipe, self.session.progress)
         if self.change.without:
-            self.strategy = strategy = leaving_out(strategy, accelerator, self._task, self.session.progress)
+            self.strategy = strategy = leaving_out(strategy, accelerator, self.task, self.session.progress)
         self.parts = parts
         if not step:
             self._compare_weights(terms.start)
@@ -317,7 +318,7 @@ class Replayer:
         self.step = step
         settle_micro_batches(recipe, strategy, parts, {})
         self._keep_parts(terms)
-        warm_up_strategy(recipe, strategy, parts.plan, self._datasets)
+        warm_up_strategy(recipe, strategy, parts.plan, self.datasets)
 
     def _load(self, saved: SavedState | None, step: int) -> None:
         try:

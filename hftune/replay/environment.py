@@ -19,7 +19,7 @@ def environment_differences(replayer: Replayer) -> list[Difference]:
 
     Their texts have both values: "torch 2.12.0 | 2.13.0".
     """
-    start, strategy = dict(replayer.start), replayer.strategy
+    start, strategy = dict(replayer.terms.start), replayer.strategy
     own, then = fingerprint(replayer.recipe), dict(start.get("hardware", {}))
     then.pop("others", None)  # of processes on other machines
     start["hardware"] = then
@@ -44,7 +44,7 @@ def environment_differences(replayer: Replayer) -> list[Difference]:
 
 def _rows(replayer: Replayer) -> Rows | None:
     """Return the hashes of the run's training rows, and of those here; None if they are the same, or not known."""
-    then = replayer.start.get("data", {}).get("train", {}).get("digest")
+    then = replayer.terms.start.get("data", {}).get("train", {}).get("digest")
     if then in (None, replayer.digests["train data"]):
         return None
     known = read_rows(replayer.history.folder)

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from hftune import ConfigError, cli
-from hftune.commands.bisect_runs import End, KeySearch, remark_on
 from hftune.commands.bisect_step import check, expected, judge
 from hftune.replay.bisection import Scale
 from hftune.replay.changes import KeyChange
+from hftune.replay.key_search import End, Search, remark_on
 
 
 @pytest.mark.parametrize(
@@ -19,20 +19,9 @@ from hftune.replay.changes import KeyChange
     [
         ("a", "1 run(s) were given. Name the good and the bad one, or what makes one bad: --bad train.lr=0.1"),
         ("a b c", "3 run(s) were given. Name the good and the bad one, or what makes one bad: --bad train.lr=0.1"),
-        ("a b --try x", "--try and --set are for versions: name them, --candidates A,B,..."),
         ("a b --steps 0", "--steps 0 must be at least 1."),
         ("a b --from 0", "--from 0 must be at least 1."),
         ("a b", "a holds no ledger.jsonl: name the output folder of a run."),
-        ("a b --candidates 1,2 --try {}", "--candidates are tried on one run: name it alone."),
-        ("a --candidates 1,1", "--candidates 1,1 must be two names or more, each once: the first good, the last bad."),
-        (
-            "a --candidates 1,2 --bad x=1",
-            "--good and --bad do not go with --candidates: the first one is good, and the last one bad.",
-        ),
-        (
-            "a --candidates 1,2 --try x",
-            "Say what a candidate is, with {} in its place: --try 'pip install -q transformers=={}', or --set task.model={}",
-        ),
     ],
 )
 def test_search_that_cannot_be_made_is_refused(capsys, tmp_path, monkeypatch, words, said):
@@ -73,10 +62,9 @@ def test_difference_that_may_be_noise_has_no_cause(noise, found):
         tries.append(words)
         return [2.0 + noise * len(tries) + 8e-5 * ("train.lr=0.1" in words)] * 3
 
-    end = End("good", SimpleNamespace(folder="out", ledger=SimpleNamespace(steps={})), ["seed=1"])
+    ends = (End(name, SimpleNamespace(folder="out", ledger=SimpleNamespace(steps={})), ["seed=1"]) for name in ("good", "bad"))
     changes = [KeyChange("train.lr", 0.0, 0.1), KeyChange("train.eps", 1, 2)]
-    search = KeySearch(end, end, [], changes, 1, 3, 60, said.append)
-    result = search._search(SimpleNamespace(losses=losses, last=3))
+    result = Search(*ends, [], changes, 1, 3, said.append).search(losses)
     assert [change["key"] for change in result["found"]] == (["train.lr"] if found else [])
     assert any("That may be chance" in line for line in said) is not found
 
@@ -100,7 +88,7 @@ def test_search_is_made_in_one_process(capsys, monkeypatch, command):
         (
             "good",
             [2.0, 1.5],
-            "; not as it was: step 8 had loss 1.000 and has 1.500 here. Code, libraries, data or hardware are ",
+            "; not as it was: step 8 had loss 1.000 and has 1.500 here. Code, libraries, data or hardware ",
         ),
         (
             "bad",

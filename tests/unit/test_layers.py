@@ -44,7 +44,6 @@ CORE_THAT_STILL_IMPORTS_A_WING = {"loop", "training"}
 CIRCLES_THAT_ARE_LEFT = {
     frozenset({"replay.engine", "replay.leaving_out", "replay.samples"}),
     frozenset({"commands.sweep", "commands.sweep_optuna"}),
-    frozenset({"commands.bisect_candidates", "commands.bisect_runs"}),
     frozenset({"commands.predict", "commands.predict_chat"}),
     frozenset({"commands.replay", "commands.replay_steps"}),
 }
