@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
         f"{path}: {receipt.num_lines:,} lines of the ledger, {len(receipt.checkpoints)} checkpoints, "
         f"{len(receipt.exports)} files of models."
     )
-    print("Sign it, and give it away before anybody says which steps they will check; for example:")
+    print("Sign it and publish it before the verifier chooses what to check; for example:")
     print(f"  gpg --armor --detach-sign {path}")
     print(f"To verify it: hftune verify {path}" + ("" if options.output is None else f" --folder {options.folder}"))
     return 0

@@ -1,7 +1,4 @@
-"""``hftune verify``: check a receipt against a run's folder, and compute parts of the run again.
-
-``commands/verify_receipt.py`` does it; what it imports takes too long for a command that is only being listed.
-"""
+"""``hftune verify``: check a receipt against a run's folder, and compute parts of the run again."""
 
 from __future__ import annotations
 
@@ -10,9 +7,12 @@ from pathlib import Path
 
 from hftune.commands.arguments import add_trust_code, find_modules_here
 from hftune.distributed.process_info import ProcessInfo
+from hftune.errors import ConfigError
 
 SEGMENTS = 5
-"""Replayed by default."""
+"""How many segments are computed again by default."""
+NAME_WIDTH = 13
+"""Columns of what was checked."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +48,37 @@ def run(options: argparse.Namespace) -> int:
     if options.trust_code:
         find_modules_here()
     try:
-        from hftune.commands.verify_receipt import verify
-
-        num_problems = verify(options)
+        return print_checks(options)
     except (Exception, KeyboardInterrupt) as error:
         return fail(error)
-    return 1 if num_problems and ProcessInfo.from_environment().is_main else 0
+
+
+def print_checks(options: argparse.Namespace) -> int:
+    """Check and compute what was asked for, print what was found on the main process, and return the exit code. Collective."""
+    from hftune.replay.history import History
+    from hftune.replay.receipt import read_receipt
+    from hftune.replay.verify import verify
+
+    if options.segments == 1 or options.segments < 0:
+        raise ConfigError(
+            f"--segments {options.segments} must be 0, for the files alone, or at least 2: the first and the last are always "
+            "replayed."
+        )
+    receipt = read_receipt(options.receipt)
+    history = History.open(options.folder or options.receipt.parent, trust_code=options.trust_code, data=options.data)
+    is_main, num_problems = ProcessInfo.from_environment().is_main, 0
+    for found in verify(receipt, history, None if options.all else options.segments, options.seed):
+        lines = [found]
+        if not isinstance(found, str):
+            num_problems += len(found.problems)
+            mark = f"  {'NO' if found.problems else 'ok'}  {found.name:<{NAME_WIDTH}}  "
+            lines = [mark + text for text in found.problems or [found.text] if text]
+        if is_main and lines:
+            print(*lines, sep="\n", flush=True)
+    if not is_main:
+        return 0
+    if num_problems:
+        print(f"Not verified: {num_problems} problem{'s' if num_problems > 1 else ''}.", flush=True)
+        return 1
+    print("Verified: what was checked is as the receipt says.", flush=True)
+    return 0

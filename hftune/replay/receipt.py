@@ -1,6 +1,6 @@
 """receipt.json: what a run was and what came out of it, small enough to be signed and given away before anybody verifies it.
 
-A statement as in-toto defines it: its subjects are the files of the exported models, its predicate is the run. No torch here.
+A statement as in-toto defines it: its subjects are the files of the exported models, its predicate is the run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from hftune.atomic import atomic_path
 from hftune.checkpoints.atomic_files import sha256_of
 from hftune.errors import ConfigError
-from hftune.replay.ledger import LedgerRecord, read_ledger
+from hftune.replay.ledger import read_ledger
 
 NAME = "receipt.json"
 STATEMENT = "https://in-toto.io/Statement/v1"
@@ -44,6 +44,11 @@ class Receipt:
     checkpoints: dict[int, Hashes]
     """By step: the tensors of the checkpoints that were in the folder."""
 
+    @property
+    def models(self) -> list[str]:
+        """The folders of the exported models."""
+        return sorted({name.partition("/")[0] for name in self.exports})
+
     def to_json(self) -> dict[str, Any]:
         return {
             "_type": STATEMENT,
@@ -65,8 +70,8 @@ class Receipt:
         exports = {item["name"]: item["digest"]["sha256"] for item in statement["subject"]}
         if len(exports) < len(statement["subject"]):
             raise ValueError("it names a file twice")
-        if strange := [name for name in exports if name.partition("/")[0] not in MODELS or ".." in name.split("/")]:
-            raise ValueError(f"its file {strange[0]!r} is in neither of {' and '.join(MODELS)}")
+        if outside := [name for name in exports if name.partition("/")[0] not in MODELS or ".." in name.split("/")]:
+            raise ValueError(f"its file {outside[0]!r} is in neither of {' and '.join(MODELS)}")
         if not predicate["starts"]:
             raise ValueError("it says of no training how it started")
         return cls(
@@ -87,23 +92,14 @@ def make_receipt(folder: Path) -> Receipt:
     record = read_ledger(folder)
     if not (folder / "result.json").is_file():
         raise ConfigError(f"{folder} has no result.json: the run has not finished. Let it finish, or resume it, first.")
-    if problems := record.problems:
-        raise ConfigError(f"The ledger of {folder} was changed after the run. {' '.join(problems)}")
-    receipt = Receipt(
-        exports=export_hashes(folder),
-        num_lines=len(record.lines),
-        end=record.end,
-        starts=[without_prev(start) for start in record.starts],
-        checkpoints={
-            step: hashes_of(line) for step, line in sorted(record.checkpoints.items()) if path_of(folder, step).is_dir()
-        },
-    )
-    last = max(record.steps, default=0)
-    if last not in receipt.checkpoints:
-        raise ConfigError(f"{folder} holds no checkpoint of its last step, {last:,}, which a receipt pins the weights to.")
-    if changed := [*changed_checkpoints(receipt.checkpoints, folder)]:
+    if record.problems:
+        raise ConfigError(f"The ledger of {folder} was changed after the run. {' '.join(record.problems)}")
+    kept = {step: hashes_of(line) for step, line in sorted(record.checkpoints.items()) if path_of(folder, step).is_dir()}
+    if record.last not in kept:
+        raise ConfigError(f"{folder} has no checkpoint of its last step, {record.last:,}, to which a receipt pins the weights.")
+    if changed := [*changed_checkpoints(kept, folder)]:
         raise ConfigError(f"{folder} is not as the run left it: {'; '.join(changed)}.")
-    return receipt
+    return Receipt(export_hashes(folder), len(record.lines), record.end, [*map(facts_of, record.starts)], kept)
 
 
 def write_receipt(receipt: Receipt, path: Path) -> None:
@@ -137,15 +133,14 @@ def export_hashes(folder: Path) -> Hashes:
     for path in paths:
         if (path.is_symlink() and path.is_dir()) or not (path.is_file() or path.is_dir()):
             raise ConfigError(f"{path} is neither a file nor a folder of its own, so no hash can stand for it: remove it.")
-    files = [path for path in paths if path.is_file()]
-    hashes = {str(path.relative_to(folder).as_posix()): sha256_of(path) for path in files if path.name not in FOR_PEOPLE}
-    if not hashes:
+    files = [path for path in paths if path.is_file() and path.name not in FOR_PEOPLE]
+    if not files:
         raise ConfigError(f"{folder} holds neither model nor model_last: there is no weight that a receipt could be about.")
-    return hashes
+    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in files}
 
 
 def changed_checkpoints(expected: Mapping[int, Hashes], folder: Path) -> Iterator[str]:
-    """Say of each file of checkpoints that it is missing, is another than was noted, or was not noted."""
+    """Say of each file of checkpoints that it is missing, that it was changed, or that its hash was not noted."""
     for step, hashes in expected.items():
         found = {path.stem for path in path_of(folder, step).glob("*.safetensors")}
         for name in sorted((found | {"model", "optimizer"}) - hashes.keys()):
@@ -158,28 +153,16 @@ def changed_checkpoints(expected: Mapping[int, Hashes], folder: Path) -> Iterato
                 yield f"checkpoint {step}: {path.name} is not the one that was noted when it was written"
 
 
-def intact_checkpoints(receipt: Receipt, folder: Path) -> list[int]:
-    """Return the steps of the checkpoints that are in the folder as the receipt says, ascending."""
-    return [
-        step for step, hashes in sorted(receipt.checkpoints.items()) if not any(changed_checkpoints({step: hashes}, folder))
-    ]
-
-
 def hashes_of(line: Mapping[str, Any]) -> Hashes:
     """Return the hashes of tensor files in a ledger's line about a checkpoint."""
     return {name: value for name, value in line.items() if isinstance(value, str) and name != "prev"}
 
 
-def without_prev(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in line.items() if name != "prev"}
+def facts_of(start: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a start line of the ledger says, without its link to the line before."""
+    return {name: value for name, value in start.items() if name != "prev"}
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Return the path of a step's checkpoint; hftune.checkpoints.checkpointer has the same and imports torch."""
+    """Return the path of a step's checkpoint in a run's folder. The same as in ``checkpoints``, which imports torch."""
     return folder / "checkpoints" / f"step_{step:08d}"
-
-
-def check_ledger(receipt: Receipt, record: LedgerRecord, folder: Path) -> None:
-    """Refuse a ledger without a step of one of the receipt's checkpoints, or raise ConfigError."""
-    if missing := [step for step in receipt.checkpoints if step not in record.steps]:
-        raise ConfigError(f"{folder} has no step {missing[0]:,}: the receipt is of another run.")

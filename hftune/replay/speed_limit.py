@@ -6,6 +6,7 @@ or taken from another training, are further away. Most forgeries stay below the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,12 +15,25 @@ import torch
 from torch import Tensor
 
 from hftune.optim.lion import Lion
-from hftune.replay.segments import Segment
+from hftune.replay.verify import Segment
 
 KNOWN = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, Lion)
 """The optimizers whose updates have a bound that is written here."""
 SLACK = 1e-4
 """For the rounding of an update. Most weights reach the limit in the first steps, where it is the learning rate itself."""
+
+Lines = Mapping[int, Mapping[str, Any]]
+"""Of the ledger, by step."""
+
+
+def why_unlimited(optimizer: torch.optim.Optimizer) -> str | None:
+    """Say why there is no limit for this optimizer; None if there is one."""
+    if type(optimizer) not in KNOWN:
+        return f"{type(optimizer).__name__} has no bound on its updates that is known here"
+    groups = optimizer.param_groups
+    if type(optimizer) is torch.optim.SGD and any(group["weight_decay"] or group["maximize"] for group in groups):
+        return "SGD with weight decay has no bound on its updates that is known here"
+    return None
 
 
 def adam_bound(step: np.ndarray, betas: tuple[float, float]) -> np.ndarray:
@@ -41,36 +55,11 @@ def adam_bound(step: np.ndarray, betas: tuple[float, float]) -> np.ndarray:
     return (1 - beta1) / np.sqrt(1 - beta2) * np.sqrt(series) * np.sqrt(1 - beta2**step) / (1 - beta1**step)
 
 
-def largest_updates(
-    kind: type, group: Mapping[str, Any], lines: Mapping[int, Mapping[str, Any]], clip: float | None
-) -> np.ndarray:
-    """Return the most by which each step can have moved a weight of a parameter group, (number of steps + 1,); 0 for step 0.
-
-    Args:
-        kind: one of KNOWN.
-        lines: of the ledger, by step.
-        clip: ``train.clip_norm``.
-    """
-    steps = np.arange(1, max(lines) + 1)
-    lr = np.array([lines.get(int(step), {}).get("lr") or 0.0 for step in steps]) * group["lr_scale"]
-    if kind is Lion:
-        return np.append(0, lr)
-    if kind is not torch.optim.SGD:
-        return np.append(0, lr * adam_bound(steps, group["betas"]))
-    momentum, reach, found = group["momentum"], 0.0, [0.0]
-    for step, rate in zip(steps, lr, strict=True):  # no element of a gradient is larger than its norm
-        norm = lines.get(int(step), {}).get("grad_norm") or 0.0
-        norm = norm if clip is None else min(norm, clip)
-        reach = momentum * reach + norm
-        found.append(rate * (norm + momentum * reach if group["nesterov"] else reach))
-    return np.array(found)
-
-
 class SpeedLimit:
     """The limit for each parameter of a model.
 
     Args:
-        optimizer: of the run, with the groups of its recipe.
+        optimizer: of the run, with the groups of its recipe; one that is not ``why_unlimited``.
         parameters: by the names of checkpoints; frozen ones must not move at all.
         lines: of the ledger, by step.
         clip: ``train.clip_norm``.
@@ -80,49 +69,51 @@ class SpeedLimit:
         self,
         optimizer: torch.optim.Optimizer,
         parameters: Mapping[str, torch.nn.Parameter],
-        lines: Mapping[int, Mapping[str, Any]],
+        lines: Lines,
         clip: float | None,
     ):
-        self.groups = optimizer.param_groups
-        numbers = {parameter: number for number, group in enumerate(self.groups) for parameter in group["params"]}
-        self.group_of = {name: numbers.get(parameter) for name, parameter in parameters.items()}
-        self.reaches = [np.cumsum(largest_updates(type(optimizer), group, lines, clip)) for group in self.groups]
+        groups = optimizer.param_groups
+        numbers = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
+        self._group_of = {name: numbers.get(parameter) for name, parameter in parameters.items()}
         lr = np.array([lines.get(step, {}).get("lr") or 0.0 for step in range(max(lines) + 1)])
+        updates = [_largest_updates(type(optimizer), group, lr * group["lr_scale"], lines, clip) for group in groups]
         is_decoupled = isinstance(optimizer, (torch.optim.AdamW, Lion))  # AdamW is a subclass of Adam
-        self.decays = [np.cumsum(lr * group["lr_scale"] * group["weight_decay"] * is_decoupled) for group in self.groups]
-
-    @staticmethod
-    def why_not(optimizer: torch.optim.Optimizer) -> str | None:
-        """Say why there is no limit for this optimizer; None if there is one."""
-        kind = type(optimizer)
-        if kind not in KNOWN:
-            return f"{kind.__name__} has no bound on its updates that is known here"
-        if kind is torch.optim.SGD and any(group["weight_decay"] or group["maximize"] for group in optimizer.param_groups):
-            return "SGD with weight decay has no bound on its updates that is known here"
-        return None
+        # How far each step can have moved a weight in all, and what part of it decay can have taken off, by group.
+        self._reaches = [np.cumsum(of_group) for of_group in updates]
+        self._decays = [np.cumsum(lr * group["lr_scale"] * group["weight_decay"] * is_decoupled) for group in groups]
 
     def largest_share(self, segment: Segment, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> tuple[float, str]:
         """Return the most of its limit that any weight moved in a segment, and the name of its tensor; above 1: too far."""
-        worst, where = 0.0, ""
-        for name, number in self.group_of.items():
-            if name not in before or name not in after:
-                continue
-            share = float("inf")
-            if (before[name].shape, before[name].dtype) == (after[name].shape, after[name].dtype):
-                eps = torch.finfo(after[name].dtype).eps
-                share = self._share(segment, number, before[name].double(), after[name].double(), eps)
-            if share > worst:
-                worst, where = share, name
-        return worst, where
+        names = [name for name in self._group_of if name in before and name in after]
+        shares = {name: self._share(segment, self._group_of[name], before[name], after[name]) for name in names}
+        worst = max(shares, key=shares.__getitem__, default="")
+        return (shares[worst], worst) if worst and shares[worst] > 0 else (0.0, "")
 
-    def _share(self, segment: Segment, number: int | None, before: Tensor, after: Tensor, eps: float) -> float:
+    def _share(self, segment: Segment, group: int | None, before: Tensor, after: Tensor) -> float:
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            return math.inf
+        eps, before, after = torch.finfo(after.dtype).eps, before.double(), after.double()
         is_same = (after == before) | (after.isnan() & before.isnan())
         moved = torch.where(is_same, 0.0, after - before).abs().nan_to_num(nan=torch.inf)
-        if number is None:  # frozen
-            return float("inf") if moved.any() else 0.0
-        reach = self.reaches[number][segment.end] - self.reaches[number][segment.start]
-        decay = self.decays[number][segment.end] - self.decays[number][segment.start]
+        if group is None:  # frozen
+            return math.inf if moved.any() else 0.0
+        reach, decay = (float(sums[group][segment.end] - sums[group][segment.start]) for sums in (self._reaches, self._decays))
         furthest = before.nan_to_num(0, 0, 0).abs() + reach
         # Besides what decay takes off, each update rounds, and so does what it is computed from.
         limit = reach * (1 + SLACK) + furthest * (decay + eps * len(segment))
         return float((moved / limit.clamp(min=1e-300)).max()) if moved.numel() else 0.0
+
+
+def _largest_updates(kind: type, group: Mapping[str, Any], lr: np.ndarray, lines: Lines, clip: float | None) -> np.ndarray:
+    """Return the most by which each step, from 0, can have moved a weight of a parameter group with these learning rates."""
+    if kind is Lion:
+        return lr
+    if kind is not torch.optim.SGD:
+        return np.append(0, lr[1:] * adam_bound(np.arange(1, len(lr)), group["betas"]))
+    momentum, reach, found = group["momentum"], 0.0, [0.0]
+    for step in range(1, len(lr)):  # no element of a gradient is larger than its norm
+        norm = lines.get(step, {}).get("grad_norm") or 0.0
+        norm = norm if clip is None else min(norm, clip)
+        reach = momentum * reach + norm
+        found.append(lr[step] * (norm + momentum * reach if group["nesterov"] else reach))
+    return np.array(found)

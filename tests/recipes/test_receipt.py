@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from hftune import Recipe, cli
 from hftune.checkpoints.checkpointer import tensor_hashes
-from hftune.commands.verify_receipt import NAME_WIDTH
+from hftune.commands.verify import NAME_WIDTH
 from hftune.data.digest import row_hashes
 from hftune.data.row_hashes import root, write_rows
 from hftune.replay.ledger import read_ledger
@@ -227,7 +227,7 @@ def test_recipe(run, capsys):
     with ledger(run) as lines:
         lines[0]["recipe"]["train"]["lr"] = 5e-4
     _, problems, _ = verified(run, capsys, "--segments", "0")
-    assert "receipt: recipe: train.lr is 0.0005 in the ledger and 0.001 in the receipt" in problems
+    assert "receipt: recipe.train.lr is 0.0005 in the ledger and 0.001 in the receipt" in problems
     assert any(problem.startswith("plan: step 2 has a learning rate of ") for problem in problems)
     with ledger(run) as lines:
         for line in lines:
@@ -271,7 +271,7 @@ def test_step_that_is_said_to_have_been_left_out(run, capsys):
         line.update(kept, skipped=True)
     anew(run)
     _, problems, _ = verified(run, capsys, "--all")
-    assert "steps 7-9: step 8 was left out by the ledger, not by the recipe" in problems
+    assert "steps 7-9: step 8 was skipped by the ledger, not by the recipe" in problems
 
 
 def test_run_of_two_processes_that_was_resumed_with_another_rate(tmp_path, capsys, monkeypatch):
@@ -295,7 +295,7 @@ def test_what_cannot_be_verified_is_refused(run, capsys, tmp_path):
     assert "there is no such file. hftune receipt RUN writes one" in refused("verify", tmp_path / "none.json")
     assert "is not a receipt that this hftune can read" in refused("verify", run / "result.json")
     shutil.rmtree(path_of(run, 12))
-    assert "holds no checkpoint of its last step, 12" in refused("receipt", run)
+    assert "has no checkpoint of its last step, 12" in refused("receipt", run)
     (run / "result.json").unlink()
     assert "the run has not finished" in refused("receipt", run)
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hftune.optim.lion import Lion
-from hftune.replay.segments import Segment, draw, segments_between
-from hftune.replay.speed_limit import SpeedLimit, adam_bound
+from hftune.replay.speed_limit import SpeedLimit, adam_bound, why_unlimited
+from hftune.replay.verify import Segment, draw, segments_between
 
 STEPS = 60
 
@@ -70,9 +70,9 @@ def test_frozen_weight_must_not_move_and_unknown_optimizers_have_no_limit():
     )
     assert limit.largest_share(Segment(0, 1), before, before) == (0.0, "")
     assert limit.largest_share(Segment(0, 1), before, after) == (math.inf, "frozen")
-    assert SpeedLimit.why_not(optimizer) is None
-    assert "RMSprop has no bound" in SpeedLimit.why_not(torch.optim.RMSprop([weight]))
-    assert "SGD with weight decay" in SpeedLimit.why_not(torch.optim.SGD([weight], weight_decay=0.1))
+    assert why_unlimited(optimizer) is None
+    assert "RMSprop has no bound" in why_unlimited(torch.optim.RMSprop([weight]))
+    assert "SGD with weight decay" in why_unlimited(torch.optim.SGD([weight], weight_decay=0.1))
 
 
 def test_first_and_last_segment_are_always_drawn_and_the_odds_are_those_of_the_others():
