@@ -10,6 +10,7 @@ from typing import Any
 
 from hftune.data.files import FORMAT_OF, format_of
 from hftune.errors import ConfigError, format_value
+from hftune.replay.differences import ROUNDING, effects_of
 
 
 class _Missing:
@@ -69,8 +70,6 @@ def changed_keys(good: Mapping[str, Any], bad: Mapping[str, Any]) -> list[KeyCha
 
 
 def _differing(prefix: str, good: Mapping[str, Any], bad: Mapping[str, Any]) -> Iterator[KeyChange]:
-    from hftune.replay.effects import ROUNDING, effects_of  # numpy, which commands that only start processes need not
-
     for name in dict.fromkeys([*good, *bad]):
         key, one, other = f"{prefix}{name}", good.get(name, MISSING), bad.get(name, MISSING)
         if one == other or effects_of(key) <= ROUNDING:

@@ -13,10 +13,18 @@ from typing import Any
 import numpy as np
 
 from hftune.batch_plan import BatchPlan
-from hftune.replay.effects import ANYTHING, DATA, MODEL, NOTHING, ROUNDING, UNKNOWN, Effect, effects_of
+from hftune.config import reference
+from hftune.config.keys import Effect, effects
 from hftune.replay.ledger import LedgerRecord, stretches
 from hftune.replay.run_record import cut, flat, plain
 
+NOTHING: frozenset[Effect] = frozenset()
+RATE, UPDATE, ROUNDING = frozenset({Effect.LR}), frozenset({Effect.UPDATE}), frozenset({Effect.ROUNDING})
+CONTENT = frozenset({Effect.ITEMS, Effect.FORWARD, Effect.BACKWARD})
+MODEL, DATA = effects("model"), effects("data")
+ANYTHING = frozenset(Effect) - {Effect.OUTPUT}
+UNKNOWN = ANYTHING - RATE
+"""Of a key whose effects nobody has listed: a task's fields cannot touch the schedule."""
 KINDS = ("recipe", "data", "code", "versions", "hardware", "processes")
 """The kinds of differences, in the order in which they are worth a look."""
 MAX_NAMED = 5
@@ -80,6 +88,11 @@ class Difference:
         return self.verdict == "likely"
 
 
+def effects_of(key: str) -> frozenset[Effect]:
+    """Return what a recipe key can change in the steps of a training."""
+    return reference.effects_of(key) - {Effect.OUTPUT}
+
+
 def diff(a: LedgerRecord, b: LedgerRecord, rows: Rows | None = None) -> list[Difference]:
     """Return the differences of two runs in the order of KINDS; one that begins with a resume counts from the step after it.
 
@@ -114,12 +127,12 @@ def differences_between(a: Mapping[str, Any], b: Mapping[str, Any], step: int, h
             continue
         text = f"{split}: other rows" if counts[0] == counts[1] else f"{split}: {counts[0]} | {counts[1]} rows"
         yield Difference("data", split, text, DATA if split == "train" else NOTHING, step)
-    for kind, name, effects in PARTS:
+    for kind, name, changes in PARTS:
         sides = [start.get(name) for start in (a, b)]
         parts = dict(_unequal(*(flat(side) if isinstance(side, Mapping) else {name: side} for side in sides)))
         idle = {file: parts.pop(file) for file in [*parts] if kind == "code" and file.startswith(DOES_NOT_TRAIN)}
         if parts:
-            yield Difference(kind, name, _listed(parts, has_values=kind != "code"), effects, step)
+            yield Difference(kind, name, _listed(parts, has_values=kind != "code"), changes, step)
         if idle:
             text = f"{_listed(idle, has_values=False)} (which do{'es' if len(idle) == 1 else ''} not train)"
             yield Difference(kind, "code that does not train", text, NOTHING, step)
@@ -137,10 +150,10 @@ def _recipe_differences(a: Mapping[str, Any], b: Mapping[str, Any], step: int, h
     for key, values in changed.items():
         if key in OWN_KEYS or key.startswith("track."):
             continue
-        effects, remark = effects_of(key), ""
-        if effects == DATA and has_rows:
-            effects, remark = NOTHING, " (the rows themselves are compared)"
-        yield Difference("recipe", key, f"{key}: {_both(values)}{remark}", effects, step, values=values)
+        changes, remark = effects_of(key), ""
+        if changes == DATA and has_rows:
+            changes, remark = NOTHING, " (the rows themselves are compared)"
+        yield Difference("recipe", key, f"{key}: {_both(values)}{remark}", changes, step, values=values)
 
 
 def row_difference(a: np.ndarray, b: np.ndarray, plan: Mapping[str, Any], first_step: int, last_step: int) -> Difference | None:

@@ -14,8 +14,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from hftune.replay.differences import DOES_NOT_TRAIN, KINDS, RESOLVED_KEYS, Difference, Rows, diff
-from hftune.replay.effects import CONTENT, RATE, ROUNDING, UNKNOWN, UPDATE, Effect, effects_of
+from hftune.config.keys import Effect
+from hftune.replay.differences import (
+    CONTENT,
+    DOES_NOT_TRAIN,
+    KINDS,
+    RATE,
+    RESOLVED_KEYS,
+    ROUNDING,
+    UNKNOWN,
+    UPDATE,
+    Difference,
+    Rows,
+    diff,
+    effects_of,
+)
 from hftune.replay.ledger import LedgerRecord, stretches
 from hftune.replay.run_record import flat
 from hftune.replay.tolerance import TOLERANCE, relative

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hftune.optim.lion import Lion
-from hftune.replay.verify import Segment
+from hftune.replay.segments import Segment
 
 KNOWN = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, Lion)
 """The optimizers whose updates have a bound that is written here."""

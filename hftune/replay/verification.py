@@ -28,11 +28,12 @@ from hftune.errors import ConfigError
 from hftune.models.weights import weights_digest
 from hftune.replay.differences import first_use
 from hftune.replay.engine import ReplayedStep, Replayer
+from hftune.replay.file_checks import Check, first_few
 from hftune.replay.history import History
 from hftune.replay.receipt import Hashes, Receipt, changed_checkpoints, path_of
+from hftune.replay.segments import Segment, segments_between
 from hftune.replay.speed_limit import SpeedLimit, why_unlimited
 from hftune.replay.tolerance import difference
-from hftune.replay.verify import Check, Segment, first_few, segments_between
 from hftune.tracking.console import hide_progress_bars, one_line
 from hftune.tracking.hardware import hardware
 
