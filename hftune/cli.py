@@ -40,9 +40,11 @@ from hftune.commands import (
     verify,
     vocab,
 )
+from hftune.commands.arguments import find_modules_here
 from hftune.config.shipped_files import recipe_names
 from hftune.distributed.signals import follow_launcher
-from hftune.errors import ConfigError, DataError, did_you_mean
+from hftune.errors import ConfigError, did_you_mean
+from hftune.run import fail, leave, outlive_readers
 from hftune.tracking.console import print_any_character
 
 COMMANDS = {
@@ -112,8 +114,10 @@ COMMANDS = {
 }
 """The module of each command, and what it does: the first sentence in the list of commands, all of it in its own help."""
 
+LONG = ("train", "evaluate", "sweep", "folds", "replay", "verify")
+"""Commands that go on if the reader of their output exits, or their terminal is closed."""
 CLOSED = 141
-"""Exit code if the reader of the output has gone, as in ``hftune configs | head -1``: 128 + SIGPIPE, as for other programs."""
+"""Exit code of the others if the reader has gone, as in ``hftune configs | head -1``: 128 + SIGPIPE, as for other programs."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -123,18 +127,21 @@ def main(argv: list[str] | None = None) -> int:
     try:
         try:
             options = parse(argv)
+            if options.command in LONG:
+                outlive_readers()
+            if getattr(options, "trust_code", hasattr(options, "words")):
+                find_modules_here()
             return options.run(options)
         finally:  # --help exits from parse
             sys.stdout.flush()
-    except (ConfigError, DataError) as error:
-        print(f"hftune: {error}", file=sys.stderr)
-        return 2
-    except PermissionError as error:
-        print(f"hftune: {error.filename} cannot be opened: {error.strerror}.", file=sys.stderr)
-        return 2
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more when it exits
         return CLOSED
+    except PermissionError as error:
+        print(f"hftune: {error.filename} cannot be opened: {error.strerror}.", file=sys.stderr)
+        return 2
+    except (Exception, KeyboardInterrupt) as error:
+        return fail(error)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -191,7 +198,7 @@ def parser() -> argparse.ArgumentParser:
         # "resolve" lets train have a --help of its own.
         command = commands.add_parser(name, help=summary, description=description, conflict_handler="resolve")
         module.add_arguments(command)
-        command.set_defaults(run=module.run, refuse=command.error)
+        command.set_defaults(command=name, run=module.run, refuse=command.error)
     commands.choices["completion"].set_defaults(commands=commands.choices)  # they are what it prints
     return root
 
@@ -199,6 +206,4 @@ def parser() -> argparse.ArgumentParser:
 if __name__ == "__main__":
     if not sys.flags.safe_path:
         del sys.path[0]  # python -m puts the current folder there, whose modules would hide installed ones
-    from hftune.run import leave
-
     leave(main())

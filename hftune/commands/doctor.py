@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hftune.commands.arguments import add_recipe, find_modules_here
+from hftune.commands.arguments import add_recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,7 +13,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Examine this machine, and the recipe if there is one. Exit code 1 if there is a fault."""
-    find_modules_here()
     if options.words:
         from hftune.config import Recipe
 

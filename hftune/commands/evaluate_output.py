@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftune.commands.arguments import add_trust_code, find_modules_here
+from hftune.commands.arguments import add_trust_code
 from hftune.data.files import held_out_key, names_eval_data
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError
@@ -39,15 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print a table of the metrics. Under a launcher every process calls it."""
-    from hftune.run import fail, outlive_readers
-
-    outlive_readers()
-    if options.trust_code:
-        find_modules_here()
-    try:
-        result = check_and_evaluate(options)
-    except (Exception, KeyboardInterrupt) as error:
-        return fail(error)
+    result = check_and_evaluate(options)
     if result.is_main:
         report(result, options.output)
         track(result)

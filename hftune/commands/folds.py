@@ -11,7 +11,7 @@ import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftune.commands.arguments import add_recipe, check_at_least_1, find_modules_here
+from hftune.commands.arguments import add_recipe, check_at_least_1
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError
 
@@ -29,21 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train all folds and print their scores; exit codes as of hftune.run. Under a launcher every process calls it."""
-    from hftune.run import fail, outlive_readers
-
-    outlive_readers()
-    find_modules_here()
     check_at_least_1(options, "processes")
-    try:
-        recipes = fold_recipes(options.words, options.folds)
-        for number, recipe in enumerate(recipes):
-            train_fold(recipe, number, len(recipes), options.processes)
-        if ProcessInfo.from_environment().is_main:
-            from hftune.commands.folds_result import join_folds
+    recipes = fold_recipes(options.words, options.folds)
+    for number, recipe in enumerate(recipes):
+        train_fold(recipe, number, len(recipes), options.processes)
+    if ProcessInfo.from_environment().is_main:
+        from hftune.commands.folds_result import join_folds
 
-            print(join_folds(recipes), flush=True)
-    except (Exception, KeyboardInterrupt) as error:
-        return fail(error)
+        print(join_folds(recipes), flush=True)
     return 0
 
 

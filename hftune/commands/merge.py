@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hftune.commands.arguments import add_trust_code, find_modules_here
+from hftune.commands.arguments import add_trust_code
 from hftune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Merge, and print how far the answers of the merged model are from those before, and where it is."""
-    if options.trust_code:
-        find_modules_here()
     from hftune.checkpoints.run_folder import open_run
 
     recipe, folder = open_run(options.folder, options.trust_code)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from hftune.commands.arguments import add_recipe, check_at_least_1, find_modules_here
+from hftune.commands.arguments import add_recipe, check_at_least_1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the plan. Exit code 1 if training would refuse the model."""
     check_at_least_1(options, "processes", "gpus_per_machine")
-    find_modules_here()
     from hftune.config import Recipe
 
     recipe = Recipe.from_argv(options.words)

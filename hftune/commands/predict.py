@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hftune.commands.arguments import add_trust_code, argv_of_one, check_at_least_1, find_modules_here
+from hftune.commands.arguments import add_trust_code, argv_of_one, check_at_least_1
 from hftune.data.table import SOURCES, WRITTEN
 from hftune.errors import ConfigError
 
@@ -100,8 +100,6 @@ def run(options: argparse.Namespace) -> int:
         inputs += [found for path in options.messages for found in read_chats(path)]
     if not inputs:
         raise ConfigError("There is no input. Give --data, --text, --text-file, --messages, --chat or --input.")
-    if options.trust_code:
-        find_modules_here()
     from hftune.checkpoints.run_folder import check_answers, open_run
     from hftune.commands.predict_data import check_probabilities, flat
     from hftune.tracking.jsonl import strict_json
@@ -140,32 +138,26 @@ def run(options: argparse.Namespace) -> int:
 
 def predict_table(options: argparse.Namespace) -> int:
     """Predict the rows of --data, and print where they are. Under a launcher every process calls it."""
-    from hftune.run import fail, outlive_readers
+    from hftune.run import outlive_readers
 
     outlive_readers()
     if given := [name for name in NOT_FOR_TABLES if getattr(options, name)]:
         raise ConfigError(f"--{given[0].replace('_', '-')} does not go with --data.")
-    if options.trust_code:
-        find_modules_here()
-    try:
-        from hftune.commands.predict_data import prepare
+    from hftune.commands.predict_data import prepare
 
-        job = prepare(options)
-        if options.processes is not None:
-            from hftune.launchers.local import start_processes
+    job = prepare(options)
+    if options.processes is not None:
+        from hftune.launchers.local import start_processes
 
-            libraries = ("hftune.commands.predict_rows", *job.recipe.task.libraries)
-            words = [*argv_of_one(options), f"--output={options.output}"]
-            start_processes("hftune.cli", words, options.processes, libraries)
-            return 0
-        from hftune.commands.predict_rows import predict_rows  # imports torch: only once everything has been checked
-        from hftune.tracking.console import hide_reports
+        libraries = ("hftune.commands.predict_rows", *job.recipe.task.libraries)
+        words = [*argv_of_one(options), f"--output={options.output}"]
+        start_processes("hftune.cli", words, options.processes, libraries)
+        return 0
+    from hftune.commands.predict_rows import predict_rows  # imports torch: only once everything has been checked
+    from hftune.tracking.console import hide_reports
 
-        hide_reports()
-        is_main = predict_rows(job)
-    except (Exception, KeyboardInterrupt) as error:
-        return fail(error)
-    if is_main:
+    hide_reports()
+    if predict_rows(job):
         print(options.output, flush=True)
     return 0
 

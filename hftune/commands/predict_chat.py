@@ -7,7 +7,6 @@ import json
 import sys
 from typing import Any
 
-from hftune.commands.arguments import find_modules_here
 from hftune.commands.predict import read_text
 from hftune.config.recipe import type_name
 from hftune.errors import ConfigError, DataError
@@ -49,8 +48,6 @@ def read_chats(path: str) -> list[Any]:
 
 def chat(options: argparse.Namespace) -> int:
     """Chat in the terminal until the input ends. Answers are written as they are generated."""
-    if options.trust_code:
-        find_modules_here()
     from hftune.checkpoints.run_folder import open_run
 
     check_chats(open_run(options.folder, options.trust_code)[0].task, "--chat")

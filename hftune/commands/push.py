@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from hftune.commands.arguments import add_trust_code, find_modules_here
+from hftune.commands.arguments import add_trust_code
 from hftune.commands.merge import MERGED
 from hftune.errors import ConfigError
 from hftune.secrecy import without_secrets
@@ -25,8 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Push, and print the address of the model as the last line."""
     check_name(options.repository)
-    if options.trust_code:
-        find_modules_here()
     from hftune.checkpoints.run_folder import open_run
 
     folder = options.folder

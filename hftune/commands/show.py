@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from hftune.commands.arguments import add_recipe, check_at_least_1, find_modules_here
+from hftune.commands.arguments import add_recipe, check_at_least_1
 from hftune.errors import ConfigError
 
 TRAINED = "bold green"
@@ -29,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print what a run would write to recipe.yaml, or training samples."""
     check_at_least_1(options, "samples")
-    find_modules_here()
     from hftune.config import Recipe
 
     recipe = Recipe.from_argv(options.words)

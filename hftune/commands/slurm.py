@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import sys
 
-from hftune.commands.arguments import add_recipe, find_modules_here
+from hftune.commands.arguments import add_recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the script; notices about it go to stderr."""
-    find_modules_here()
     from hftune.launchers.slurm import Job, batch_script
 
     fields = {field.name: getattr(options, field.name) for field in dataclasses.fields(Job)}

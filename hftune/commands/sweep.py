@@ -19,7 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hftune.commands.arguments import add_recipe, check_at_least_1, find_modules_here
+from hftune.commands.arguments import add_recipe, check_at_least_1
 from hftune.distributed.signals import hangup
 from hftune.errors import ConfigError, format_value
 
@@ -164,11 +164,7 @@ class Sweep:
 
 def run(options: argparse.Namespace) -> int:
     """Train all trials that are not finished, and print and write what came of them."""
-    from hftune.run import outlive_readers
-
-    outlive_readers()  # also a terminal that is closed
     check_at_least_1(options, "jobs", "processes", "optuna")
-    find_modules_here()
     sweep = prepare(options)
     if sweep.num_trials is None:
         chooser: Chooser = Grid(sweep.space, sweep.folder)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hftune import __version__
-from hftune.commands.arguments import add_recipe, find_modules_here
+from hftune.commands.arguments import add_recipe
 from hftune.errors import ConfigError
 
 
@@ -43,27 +43,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train. The exit codes are those of hftune.run."""
-    from hftune.run import fail, main, outlive_readers
-
-    outlive_readers()
-    find_modules_here()
     if options.processes is None:
+        from hftune.run import main
+
         return main(options.words)
-    try:
-        from hftune.config import Recipe
+    from hftune.config import Recipe
 
-        count = parse_processes(options.processes)
-        recipe = Recipe.from_argv(options.words)
-        recipe.validate()
-        from hftune.launchers.local import check_range, start_training
+    count = parse_processes(options.processes)
+    recipe = Recipe.from_argv(options.words)
+    recipe.validate()
+    from hftune.launchers.local import check_range, start_training
 
-        if isinstance(count, tuple):
-            check_range(f"--processes {options.processes}", *count, recipe.parallel.pipeline_stages)
-        number = f"{count[0]} to {count[1]} processes" if isinstance(count, tuple) else f"{count} process{'es' * (count > 1)}"
-        print(f"hftune {__version__}: recipe {recipe.recipe}; starting {number} ...", flush=True)
-        start_training(recipe, count)
-    except (Exception, KeyboardInterrupt) as error:
-        return fail(error)
+    if isinstance(count, tuple):
+        check_range(f"--processes {options.processes}", *count, recipe.parallel.pipeline_stages)
+    number = f"{count[0]} to {count[1]} processes" if isinstance(count, tuple) else f"{count} process{'es' * (count > 1)}"
+    print(f"hftune {__version__}: recipe {recipe.recipe}; starting {number} ...", flush=True)
+    start_training(recipe, count)
     return 0
 
 
