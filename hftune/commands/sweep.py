@@ -15,26 +15,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hftune.commands.arguments import add_recipe, check_at_least_1
+from hftune.commands.sweep_space import Grid, Search, Space, Trial, parse
 from hftune.distributed.signals import hangup
 from hftune.errors import ConfigError, format_value
 
 if TYPE_CHECKING:
-    from hftune.commands.sweep_space import Space
     from hftune.config import Recipe
 
 SWEEP = "sweep.json"
 STOPPED, INTERRUPTED = 75, 130
 """Exit codes: a signal stopped the sweep, and the same command goes on; it was interrupted at once."""
 POLL_S = 0.1
-MOST_COMPARED = 12
+MAX_COMPARED = 12
 """Trials on the page that compares them, the best ones."""
-BAR = 20
-"""Columns of the bar of the best trial in the table."""
+BAR_COLUMNS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,75 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let Optuna choose the values of this many trials, also from ranges such as train.lr=1e-5..1e-3; "
         'needs pip install "hftune[sweeps]"',
     )
-
-
-@dataclass
-class Trial:
-    """One training of the sweep."""
-
-    name: str
-    values: dict[str, str]
-    folder: Path
-    number: int | None = None
-    """Optuna's."""
-    state: str = "waiting"
-    """waiting, running, finished, failed or stopped."""
-    value: float | None = None
-    """Of the objective."""
-    step: int | None = None
-    seconds: float | None = None
-    error: str | None = None
-    facts_written: float | None = None
-    """When its run.json was written, as far as it has been looked at."""
-
-    def read_result(self) -> bool:
-        """Take over the result of a finished run, and return whether there is one."""
-        try:
-            result = json.loads((self.folder / "result.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return False
-        best = result.get("best") or {}
-        if not isinstance(best.get("value"), (int, float)):
-            why = "its eval.metric is not finite" if "value" in best else "it was never evaluated"
-            self.state, self.error = "failed", f"{why}, so there is nothing to compare"
-            return True
-        self.state, self.value, self.step, self.seconds = "finished", best["value"], best.get("step"), result.get("seconds")
-        return True
-
-
-class Chooser(Protocol):
-    """Says what to train next."""
-
-    def next(self) -> Trial | None:
-        """Return a trial that is not finished; None if there is none to start now."""
-
-    def ended(self, trial: Trial) -> None:
-        """Take note of a trial that has finished or failed."""
-
-    @property
-    def trials(self) -> list[Trial]:
-        """All trials so far, finished ones included."""
-
-
-class Grid:
-    """All combinations of the listed values, in order."""
-
-    def __init__(self, space: Space, folder: Path):
-        from hftune.commands.sweep_space import trial_name
-
-        names = [(trial_name(values, space.keys), values) for values in space.grid()]
-        self._trials = [Trial(name, values, folder / name) for name, values in names]
-        self._waiting = [trial for trial in self._trials if not trial.read_result()]
-
-    @property
-    def trials(self) -> list[Trial]:
-        return self._trials
-
-    def next(self) -> Trial | None:
-        return self._waiting.pop(0) if self._waiting else None
-
-    def ended(self, trial: Trial) -> None:
-        pass
 
 
 @dataclass
@@ -167,10 +98,8 @@ def run(options: argparse.Namespace) -> int:
     check_at_least_1(options, "jobs", "processes", "optuna")
     sweep = prepare(options)
     if sweep.num_trials is None:
-        chooser: Chooser = Grid(sweep.space, sweep.folder)
+        chooser: Grid | Search = Grid(sweep.space, sweep.folder)
     else:
-        from hftune.commands.sweep_optuna import Search
-
         chooser = Search(sweep.space, sweep.folder, sweep.num_trials, sweep.recipe)
     check_same_data(chooser.trials)
     done = sum(trial.state == "finished" for trial in chooser.trials)
@@ -194,7 +123,6 @@ def prepare(options: argparse.Namespace) -> Sweep:
     Raises:
         ConfigError: a trial's recipe is not valid, or the folder holds a different sweep.
     """
-    from hftune.commands.sweep_space import parse
     from hftune.config import Recipe
 
     space = parse(options.words)
@@ -203,8 +131,8 @@ def prepare(options: argparse.Namespace) -> Sweep:
         raise ConfigError(
             f"{key}={part.low:g}..{part.high:g} is a range: --optuna N searches it. A grid needs a list of values."
         )
-    if options.optuna is not None:
-        check_optuna()
+    if options.optuna is not None and find_spec("optuna") is None:
+        raise ConfigError('--optuna needs a package that is not installed: pip install "hftune[sweeps]".')
     recipes = []
     for values in space.corners() if options.optuna is not None else space.grid():
         words = [f"recipe={space.recipe}", *space.fixed, *(f"{key}={value}" for key, value in values.items())]
@@ -219,14 +147,6 @@ def prepare(options: argparse.Namespace) -> Sweep:
         sweep.gpus = share_gpus(options.jobs, options.processes or 1)
     claim(sweep)
     return sweep
-
-
-def check_optuna() -> None:
-    """Raise ConfigError if Optuna is not installed."""
-    try:
-        import optuna  # noqa: F401
-    except ImportError as error:
-        raise ConfigError('--optuna needs a package that is not installed: pip install "hftune[sweeps]".') from error
 
 
 def share_gpus(jobs: int, processes: int) -> list[str]:
@@ -336,7 +256,7 @@ def time_written(trial: Trial) -> float | None:
 class Runner:
     """Keeps up to ``jobs`` trials running, each a process with a log of its own, until none is left or a signal comes."""
 
-    def __init__(self, sweep: Sweep, chooser: Chooser):
+    def __init__(self, sweep: Sweep, chooser: Grid | Search):
         self.sweep, self.chooser = sweep, chooser
         self.running: dict[int, tuple[Trial, subprocess.Popen, float]] = {}
         """By slot."""
@@ -478,79 +398,55 @@ def write_summary(sweep: Sweep, trials: Sequence[Trial]) -> None:
     """Write sweep.json: what was swept, and the trials, the best first."""
     from hftune.checkpoints.atomic_files import write_text
 
-    ranked = best_first(sweep, trials)
     names = ("name", "values", "state", "value", "step", "seconds", "error")
-    rows = [
-        {name: getattr(trial, name) for name in names}
-        for trial in (*ranked, *(trial for trial in trials if trial.value is None))
-    ]
+    listed = [*best_first(sweep, trials), *(trial for trial in trials if trial.value is None)]
     objective = {"metric": sweep.recipe.eval.metric, "greater_is_better": sweep.recipe.greater_is_better}
-    summary: dict[str, Any] = {"sweep": identity(sweep), "objective": objective, "trials": rows}
+    summary: dict[str, Any] = {"sweep": identity(sweep), "objective": objective}
+    summary["trials"] = [{name: getattr(trial, name) for name in names} for trial in listed]
     if "seed" in sweep.space.keys:
         summary["over_seeds"] = over_seeds(sweep, trials)
     write_text(sweep.folder / SWEEP, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
 
 
 def show(sweep: Sweep, trials: Sequence[Trial]) -> None:
-    """Print the table, and write the page that compares the trials."""
+    """Print the tables, and write the page that compares the trials."""
+    from hftune.commands.report import write
+    from hftune.reporting.page import page
+    from hftune.tracking.console import aligned
+
     ranked = best_first(sweep, trials)
     if not ranked:
         return
-    print("\n".join(table(sweep, ranked)), flush=True)
+    print("", *aligned(trial_rows(sweep, ranked)), sep="\n", flush=True)
     if "seed" in sweep.space.keys and len(sweep.space.keys) > 1:
-        print("\n".join(seed_table(sweep, trials)), flush=True)
-    compared = [trial.folder for trial in ranked[:MOST_COMPARED]]
-    from hftune.commands.report import write
-    from hftune.reporting.page import page
-
-    write(sweep.folder / "compare.html", page(compared, are_selected=len(ranked) > MOST_COMPARED))
-    what = f"the best {MOST_COMPARED}" if len(ranked) > MOST_COMPARED else "all"
+        print("", *aligned(seed_rows(sweep, trials)), sep="\n", flush=True)
+    compared = [trial.folder for trial in ranked[:MAX_COMPARED]]
+    write(sweep.folder / "compare.html", page(compared, are_selected=len(ranked) > MAX_COMPARED))
+    what = f"the best {MAX_COMPARED}" if len(ranked) > MAX_COMPARED else "all"
     print(f"\nbest: {ranked[0].folder}\n{sweep.folder / 'compare.html'} compares {what}; {sweep.folder / SWEEP} lists them.")
 
 
-def table(sweep: Sweep, ranked: Sequence[Trial]) -> list[str]:
-    """Return the lines of the table of trials, with a bar for each value of the objective."""
+def trial_rows(sweep: Sweep, ranked: Sequence[Trial]) -> list[list[str]]:
+    """Return the table of the finished trials: each value has a bar, one mark for the worst."""
     from hftune.tracking.console import duration, short
 
-    keys = sweep.space.keys
-    head = [*keys, sweep.recipe.eval.metric, "", "at step", "time"]
-    rows = [
-        [
-            *(trial.values[key] for key in keys),
-            short(trial.value or 0.0),
-            bar,
-            str(trial.step),
-            "" if trial.seconds is None else duration(trial.seconds),
-        ]
-        for trial, bar in zip(ranked, bars([trial.value or 0.0 for trial in ranked]), strict=True)
-    ]
-    return aligned([head, *rows])
+    rows = [[*sweep.space.keys, sweep.recipe.eval.metric, "", "at step", "time"]]
+    best, worst = ranked[0].value or 0.0, ranked[-1].value or 0.0
+    for trial in ranked:
+        value = trial.value or 0.0
+        marks = 1 + round((BAR_COLUMNS - 1) * ((value - worst) / (best - worst) if best != worst else 1))
+        own = [trial.values[key] for key in sweep.space.keys]
+        time_s = "" if trial.seconds is None else duration(trial.seconds)
+        rows.append([*own, short(value), "\N{BLACK SQUARE}" * marks, str(trial.step), time_s])
+    return rows
 
 
-def seed_table(sweep: Sweep, trials: Sequence[Trial]) -> list[str]:
+def seed_rows(sweep: Sweep, trials: Sequence[Trial]) -> list[list[str]]:
+    """Return the table of the means over the seeds."""
     from hftune.tracking.console import short
 
-    keys = [key for key in sweep.space.keys if key != "seed"]
-    rows = [
-        [
-            *(row["values"][key] for key in keys),
-            short(row["mean"]),
-            "" if row["deviation"] is None else f"± {short(row['deviation'])}",
-            str(row["trials"]),
-        ]
-        for row in over_seeds(sweep, trials)
-    ]
-    return aligned([[*keys, f"mean {sweep.recipe.eval.metric}", "", "seeds"], *rows])
-
-
-def bars(values: Sequence[float]) -> list[str]:
-    """Draw each value between the worst, one mark, and the best, BAR marks: values are sorted, the best first."""
-    best, worst = values[0], values[-1]
-    span = best - worst
-    return ["\N{BLACK SQUARE}" * (1 + round((BAR - 1) * ((value - worst) / span if span else 1))) for value in values]
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines of aligned columns, after an empty line."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["", *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)]
+    rows = [[*(key for key in sweep.space.keys if key != "seed"), f"mean {sweep.recipe.eval.metric}", "", "seeds"]]
+    for row in over_seeds(sweep, trials):
+        deviation = "" if row["deviation"] is None else f"± {short(row['deviation'])}"
+        rows.append([*row["values"].values(), short(row["mean"]), deviation, str(row["trials"])])
+    return rows

@@ -1,21 +1,27 @@
-"""What a sweep tries: lists of values with commas between, or ranges, and a readable name for each trial. Runs nothing."""
+"""What a sweep tries: lists of values with commas between, or ranges, and the trials that are made of them. Runs nothing."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hftune.errors import ConfigError
 
+if TYPE_CHECKING:
+    from hftune.config import Recipe
+
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 RANGE = re.compile(rf"({NUMBER})\.\.({NUMBER})")
-SHARED = ("output_dir", "resume", "replace", "task.type", "eval.metric", "eval.greater_is_better")
-"""Keys that cannot vary: trials have folders of their own, and are compared by one metric."""
-LONGEST_NAME = 100
+SHARED = ("replace", "task.type", "eval.metric", "eval.greater_is_better")
+"""Keys that cannot vary, besides those that each run has its own of: trials are compared by one metric."""
+MAX_NAME = 100
 LOG_FROM = 10
 """Ratio of its ends from which a range is searched by orders of magnitude."""
 
@@ -35,9 +41,14 @@ class Range:
     def is_log(self) -> bool:
         return self.low > 0 and self.high / self.low >= LOG_FROM
 
-    def __str__(self) -> str:
-        scale = "whole numbers" if self.is_whole else "log" if self.is_log else "linear"
-        return f"{self.low:g}..{self.high:g} ({scale}{', log' if self.is_whole and self.is_log else ''})"
+    @property
+    def distribution(self) -> Any:
+        """What Optuna draws from."""
+        from optuna.distributions import FloatDistribution, IntDistribution
+
+        if self.is_whole:
+            return IntDistribution(int(self.low), int(self.high), log=self.is_log)
+        return FloatDistribution(self.low, self.high, log=self.is_log)
 
 
 @dataclass
@@ -94,7 +105,10 @@ def parse(words: Sequence[str]) -> Space:
             raise ConfigError(f"{key} is given twice. List its values with commas: {key}=A,B.")
         values = split(text)
         if found := RANGE.fullmatch(text):
-            space.ranges[key] = read_range(key, *found.groups())
+            low, high = (int(end) if re.fullmatch(r"[+-]?\d+", end) else float(end) for end in found.groups())
+            if not low < high:
+                raise ConfigError(f"{word}: the first end must be below the second.")
+            space.ranges[key] = Range(low, high)
         elif len(values) == 1:
             space.fixed.append(word)
         elif len(set(values)) < len(values) or "" in values:
@@ -103,7 +117,9 @@ def parse(words: Sequence[str]) -> Space:
             space.lists[key] = values
     if len(recipes) != 1 or len(split(recipes[0])) != 1:
         raise ConfigError("Name one recipe, such as recipe=yelp_demo. To compare recipes, sweep each and use hftune report.")
-    if clash := [key for key in SHARED if key in space.keys]:
+    from hftune.config.reference import resume_rule
+
+    if clash := [key for key in space.keys if key in SHARED or resume_rule(key) == "own"]:
         raise ConfigError(f"{clash[0]} cannot vary in a sweep.")
     if not space.keys:
         raise ConfigError("Nothing varies. List values with commas, such as train.lr=1e-5,3e-5 seed=1,2.")
@@ -130,14 +146,6 @@ def split(text: str) -> list[str]:
     return parts
 
 
-def read_range(key: str, low: str, high: str) -> Range:
-    """Return a range, or raise ConfigError if its ends are the wrong way round."""
-    ends = [int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text) for text in (low, high)]
-    if not ends[0] < ends[1]:
-        raise ConfigError(f"{key}={low}..{high}: the first end must be below the second.")
-    return Range(*ends)
-
-
 def spell(value: float) -> str:
     """Write a number as a recipe has it, with at most four digits of a fraction's value."""
     return str(value) if isinstance(value, int) else repr(float(f"{value:.4g}")) if math.isfinite(value) else str(value)
@@ -154,5 +162,121 @@ def trial_name(values: Mapping[str, str], keys: Sequence[str]) -> str:
     words = [f"{key.rpartition('.')[2] if short else key}_{value}" for key, value in values.items()]
     name = re.sub(r"[^\w.+-]+", "-", "_".join(words)).strip("-")
     plain = re.sub(r"[^\w.+-]+", "", "_".join(words))
-    is_exact = plain == "_".join(words) and len(name) <= LONGEST_NAME
-    return name if is_exact else f"{name[:LONGEST_NAME]}-{sha256('_'.join(words).encode()).hexdigest()[:6]}"
+    is_exact = plain == "_".join(words) and len(name) <= MAX_NAME
+    return name if is_exact else f"{name[:MAX_NAME]}-{sha256('_'.join(words).encode()).hexdigest()[:6]}"
+
+
+@dataclass
+class Trial:
+    """One training of the sweep."""
+
+    name: str
+    values: dict[str, str]
+    folder: Path
+    number: int | None = None
+    """Optuna's."""
+    state: str = "waiting"
+    """waiting, running, finished, failed or stopped."""
+    value: float | None = None
+    """Of the objective."""
+    step: int | None = None
+    seconds: float | None = None
+    error: str | None = None
+    facts_written: float | None = None
+    """When its run.json was written, as far as it has been looked at."""
+
+    def read_result(self) -> bool:
+        """Take over the result of a finished run, and return whether there is one."""
+        try:
+            result = json.loads((self.folder / "result.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        best = result.get("best") or {}
+        if not isinstance(best.get("value"), (int, float)):
+            why = "its eval.metric is not finite" if "value" in best else "it was never evaluated"
+            self.state, self.error = "failed", f"{why}, so there is nothing to compare"
+            return True
+        self.state, self.value, self.step, self.seconds = "finished", best["value"], best.get("step"), result.get("seconds")
+        return True
+
+
+class Grid:
+    """Chooses all combinations of the listed values, in order."""
+
+    def __init__(self, space: Space, folder: Path):
+        names = [(trial_name(values, space.keys), values) for values in space.grid()]
+        self.trials = [Trial(name, values, folder / name) for name, values in names]
+        """All of them, finished ones included."""
+        self._waiting = [trial for trial in self.trials if not trial.read_result()]
+
+    def next(self) -> Trial | None:
+        """Return a trial that is not finished; None if there is none to start now."""
+        return self._waiting.pop(0) if self._waiting else None
+
+    def ended(self, trial: Trial) -> None:
+        """Take note of a trial that has finished or failed."""
+
+
+class Search:
+    """Lets Optuna choose the values, by its tree-structured Parzen estimator, seeded by the recipe's seed.
+
+    Its journal is in the sweep's folder, so that a search goes on where it was stopped.
+    """
+
+    def __init__(self, space: Space, folder: Path, num_trials: int, recipe: Recipe):
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._states = optuna.trial.TrialState
+        self._space, self._folder, self._num_trials = space, folder, num_trials
+        self._distributions = {
+            **{key: optuna.distributions.CategoricalDistribution(values) for key, values in space.lists.items()},
+            **{key: part.distribution for key, part in space.ranges.items()},
+        }
+        storage = JournalStorage(JournalFileBackend(str(folder / "optuna.log")))
+        direction = "maximize" if recipe.greater_is_better else "minimize"
+        self.study = optuna.create_study(storage=storage, study_name="sweep", direction=direction, load_if_exists=True)
+        begun = self.study.get_trials(deepcopy=False)
+        # A sampler that starts again with the same seed would repeat its first draws.
+        self.study.sampler = optuna.samplers.TPESampler(seed=(recipe.seed + len(begun)) % 2**32, constant_liar=True)
+        self.trials: list[Trial] = []
+        self._interrupted: list[Trial] = []
+        for known in begun:
+            self._take_up(known)
+
+    def _take_up(self, known: Any) -> None:
+        is_running = known.state == self._states.RUNNING
+        if is_running and known.params.keys() != self._distributions.keys():
+            self.study.tell(known.number, state=self._states.FAIL)  # ended before all its values were drawn
+            return
+        trial = self._trial(known.number, known.params)
+        if known.state == self._states.FAIL:
+            trial.state = "failed"
+        elif trial.read_result() and is_running:  # killed after the training
+            self.ended(trial)
+        elif is_running:
+            self._interrupted.append(trial)
+
+    def next(self) -> Trial | None:
+        """Return an interrupted trial, or a new one."""
+        if self._interrupted:
+            return self._interrupted.pop(0)
+        if len(self.trials) >= self._num_trials:
+            return None
+        asked = self.study.ask(self._distributions)
+        return self._trial(asked.number, asked.params)
+
+    def ended(self, trial: Trial) -> None:
+        if trial.value is None:
+            self.study.tell(trial.number, state=self._states.FAIL)
+        else:
+            self.study.tell(trial.number, trial.value)
+
+    def _trial(self, number: int, params: Mapping[str, Any]) -> Trial:
+        values = {key: value if isinstance(value, str) else spell(value) for key, value in params.items()}
+        values = {key: values[key] for key in self._space.keys if key in values}
+        name = f"{number:04d}_{trial_name(values, self._space.keys)}"
+        self.trials.append(Trial(name, values, self._folder / name, number))
+        return self.trials[-1]

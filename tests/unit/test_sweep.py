@@ -13,7 +13,7 @@ import pytest
 
 from hftune import cli
 from hftune.commands import folds, sweep
-from hftune.commands.sweep_space import Range, parse, split, trial_name
+from hftune.commands.sweep_space import Grid, Range, Search, Trial, parse, split, trial_name
 from hftune.config import Recipe
 from hftune.errors import ConfigError, format_value
 from hftune.launchers.local import kill
@@ -193,7 +193,7 @@ def test_values_that_the_recipe_alone_would_refuse_may_vary_and_words_may_come_i
 def test_a_score_that_is_not_finite_is_not_called_a_missing_evaluation(tmp_path):
     for best, why in (({"metric": "loss", "value": None}, "its eval.metric is not finite"), ({}, "it was never evaluated")):
         (tmp_path / "result.json").write_text(json.dumps({"best": best}))
-        assert (trial := sweep.Trial("t", {}, tmp_path)).read_result()
+        assert (trial := Trial("t", {}, tmp_path)).read_result()
         assert trial.error == f"{why}, so there is nothing to compare"
 
 
@@ -269,9 +269,6 @@ def test_lists_that_optuna_has_begun_to_choose_from_stay_as_they_are(trained, ca
 
 def test_a_search_that_was_killed_between_two_values_leaves_no_trial_of_the_bare_recipe(tmp_path):
     pytest.importorskip("optuna")
-    from hftune.commands.sweep_optuna import Search
-    from hftune.config import Recipe
-
     arguments = (parse(["recipe=yelp_demo", "seed=1,2", "train.lr=1e-5..1e-3"]), tmp_path, 2, Recipe.load("yelp_demo"))
     Search(*arguments).study.ask()
     again = Search(*arguments)
@@ -308,7 +305,7 @@ def test_a_trial_gets_folder_and_group_as_they_are_whatever_yaml_makes_of_their_
     fixed = [f"{key}={format_value(text)}" for key in ("output_dir", "track.group")]
     options = cli.parse(["sweep", "recipe=yelp_demo", *fixed, "track.with=[tensorboard]", "train.lr=1e-5,3e-5"])
     swept = sweep.prepare(options)
-    trials = sweep.Grid(swept.space, swept.folder).trials
+    trials = Grid(swept.space, swept.folder).trials
     recipes = [Recipe.from_argv(swept.words(trial)) for trial in trials]
     assert [Path(recipe.output_dir) for recipe in recipes] == [Path(text, "sweep", f"lr_{lr}") for lr in ("1e-5", "3e-5")]
     assert {recipe.track.group for recipe in recipes} == {text}
