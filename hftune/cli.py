@@ -126,6 +126,8 @@ def main(argv: list[str] | None = None) -> int:
     print_any_character()
     try:
         try:
+            if completion.ASKED in os.environ:
+                return completion.answer(parsers(parser()))
             options = parse(argv)
             if options.command in LONG:
                 outlive_readers()
@@ -199,8 +201,13 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=description, conflict_handler="resolve")
         module.add_arguments(command)
         command.set_defaults(command=name, run=module.run, refuse=command.error)
-    commands.choices["completion"].set_defaults(commands=commands.choices)  # they are what it prints
     return root
+
+
+def parsers(root: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of each command."""
+    (commands,) = (action for action in root._actions if isinstance(action.choices, dict))
+    return dict(commands.choices)
 
 
 if __name__ == "__main__":

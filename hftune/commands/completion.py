@@ -1,36 +1,21 @@
-"""``hftune completion``: print a script that completes commands, options, recipes, keys and values in a shell.
+"""``hftune completion``: print a script with which a shell completes commands, options, recipes, keys and values.
 
-All words are part of the script, so that completing starts no Python. They come from the argument parsers and from the JSON
-schema of recipes. Each is a line ``context|word|description``, where the context is what stands before the word:
-
-    commands                       commands
-    train                          what a command takes, such as ``recipe=`` and ``train.``
-    train -                        its options
-    slurm --config                 values of an option; an empty word if any text will do
-    recipe=                        recipes
-    train.                         keys of a section
-    train.schedule=                values of a key
-    task. ImageClassification      the same for one task only; for ``any`` if the task is not known
-    task of yelp                   the task of a recipe
-
-The scripts are in completion.bash, .zsh and .fish; they look words up by context.
+The scripts are click's. At each Tab they call hftune, with the words typed so far in the environment.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
-from collections.abc import Iterator
-from itertools import product
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hftune.commands.recipes import purpose
-from hftune.config.shipped_files import config_names, recipe_names, recipe_path
-
 SHELLS = ("bash", "zsh", "fish")
-Line = tuple[str, str, str]
-"""Context, word, description."""
+ASKED = "_HFTUNE_COMPLETE"
+"""Environment variable in which the scripts ask for words."""
+BREAKS = ("=", ":")
+"""Where bash cuts words; it is told only what follows the last of them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,103 +23,101 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the script. ``options.commands`` holds the parser of each command."""
-    print(script(options.shell, options.commands), end="")
+    """Print the script."""
+    script = _shell(options.shell).source()
+    # A key is not the end of a word: its value follows.
+    print(script.replace("-o nosort", "-o nosort -o nospace").replace("unsorted", "unsorted -S ''"))
     return 0
 
 
-def script(shell: str, commands: dict[str, argparse.ArgumentParser]) -> str:
-    """Return the shell's functions with all words inserted."""
-    from hftune.config.schema import schema as make_schema  # imports all tasks
+def answer(parsers: Mapping[str, argparse.ArgumentParser]) -> int:
+    """Print the words that a script has asked for, each in the form that its shell reads."""
+    from click.shell_completion import CompletionItem
 
-    schema = make_schema()
-    names = {("configs", "name"): config_names(), ("slurm", "config"): config_names(), ("train", "help"): _sections(schema)}
-    lines = [line for name, parser in commands.items() for line in _command(name, parser, names)]
-    lines += [*_recipes(), *_keys(schema, [name for name, parser in commands.items() if _takes_recipe(parser)])]
-    if shell == "bash":  # it shows no descriptions
-        lines = [(context, word, "") for context, word, _ in lines]
-    table = "\n".join("|".join(line) for line in dict.fromkeys(lines))
-    quoted = "'{}'".format(table.replace("\\", r"\\").replace("'", r"\'")) if shell == "fish" else shlex.quote(table)
-    return Path(__file__).with_suffix(f".{shell}").read_text(encoding="utf-8").replace("@TABLE@", quoted)
-
-
-def _command(name: str, parser: argparse.ArgumentParser, names: dict[tuple[str, str], list[str]]) -> Iterator[Line]:
-    """Yield a command, its options, and what both take: their choices, or else what ``names`` has for command and argument."""
-    yield "commands", name, _first_sentence(parser.description)
-    for action in parser._actions:
-        values = action.choices or names.get((name, action.dest), ())
-        text = _first_sentence((action.help or "") % vars(action))
-        for option in action.option_strings:
-            yield f"{name} -", option, text
-            yield from ((f"{name} {option}", value, "") for value in values or ([] if action.nargs == 0 else [""]))
-        if not action.option_strings:
-            yield from ((name, value, "") for value in values)
+    shell = _shell(os.environ[ASKED].partition("_")[0])
+    before, word = shell.get_completion_args()
+    cut = 0
+    while shell.name == "bash" and before and (before[-1] in BREAKS or word[:1] in BREAKS):
+        word = before.pop() + word
+        cut = max(map(word.rfind, BREAKS)) + 1
+    for text, about in dict(words(parsers, before, word)).items():
+        print(shell.format_completion(CompletionItem(text[cut:], help=about or None)))
+    return 0
 
 
-def _recipes() -> Iterator[Line]:
-    """Yield the shipped recipes with their tasks; own ones are files, in which the shells look for a base or task.type."""
-    from hftune.config.schema import recipes_by_task
+def _shell(name: str) -> Any:
+    from click.shell_completion import get_completion_class
 
-    for task, recipes in recipes_by_task().items():
-        yield f"task of {task}", task, ""
-        yield from ((f"task of {recipe}", task, "") for recipe in recipes)
-    for name in recipe_names():
-        yield "recipe=", f"recipe={name}", purpose(recipe_path(name).read_text(encoding="utf-8"))
+    return get_completion_class(name)(None, {}, "hftune", ASKED)
 
 
-def _keys(schema: dict[str, Any], with_recipe: list[str]) -> Iterator[Line]:
-    """Yield the keys of recipes and their values; the top level for each command that takes a recipe."""
-    from hftune.config.reference import task_types
-    from hftune.config.schema import metrics
+def words(parsers: Mapping[str, argparse.ArgumentParser], before: Sequence[str], word: str) -> Iterator[tuple[str, str]]:
+    """Yield each word that could be meant, with a description.
 
-    sections = _sections(schema)
-    plain = {name: part for name, part in schema["properties"].items() if name not in ("base", "recipe", *sections)}
-    for command in with_recipe:
-        yield command, "recipe=", "a shipped recipe, or the path of one"
-        yield from ((command, f"{name}.", _first_sentence(schema["properties"][name]["description"])) for name in sections)
-        yield from ((command, f"{name}=", _first_sentence(part["description"])) for name, part in plain.items())
-    yield from _values("", plain)
-    for task, type_ in task_types().items():
-        for choice, metric in product((task, "any"), metrics(type_)):
-            yield f"eval.metric= {choice}", f"eval.metric={metric}", ""
-    for name in sections:
-        if name != "task":
-            yield from _section(name, schema["properties"][name]["properties"], "")
-    for task, part in schema["definitions"].items():
-        yield from _section("task", part["properties"], f" {task}")
-        yield from _section("task", part["properties"], " any")
+    Args:
+        before: the words before it; the first is the command.
+    """
+    if not before:
+        found = ((name, parser.description or "") for name, parser in parsers.items())
+    else:
+        found = _arguments(parsers.get(before[0]), before, word)
+    yield from ((text, about.partition(". ")[0]) for text, about in found if text.startswith(word))
 
 
-def _takes_recipe(parser: argparse.ArgumentParser) -> bool:
-    return any(action.dest == "words" for action in parser._actions)
+def _arguments(parser: argparse.ArgumentParser | None, before: Sequence[str], word: str) -> Iterator[tuple[str, str]]:
+    actions = [] if parser is None else parser._actions
+    asking = next((action for action in actions if before[-1] in action.option_strings and action.nargs != 0), None)
+    if asking is not None:
+        yield from ((str(choice), "") for choice in _choices(before[0], asking))
+    elif word.startswith("-"):
+        yield from ((option, action.help or "") for action in actions for option in action.option_strings)
+    elif any(action.dest == "words" for action in actions):
+        yield from _recipe_words(before, word)
+    else:
+        yield from ((str(choice), "") for action in actions for choice in _choices(before[0], action))
 
 
-def _sections(schema: dict[str, Any]) -> list[str]:
-    return [name for name, part in schema["properties"].items() if "properties" in part]
+def _choices(command: str, action: argparse.Action) -> Sequence[str]:
+    from hftune.config.sections import SECTIONS
+    from hftune.config.shipped_files import config_names
+
+    if (command, action.dest) in (("configs", "name"), ("slurm", "config")):
+        return config_names()
+    return ["task", *SECTIONS] if (command, action.dest) == ("train", "help") else [*(action.choices or ())]
 
 
-def _section(name: str, properties: dict[str, Any], suffix: str) -> Iterator[Line]:
-    """Yield the keys of a section, with ``suffix`` if they are those of one task, and their values."""
-    for key, part in properties.items():
-        end = "." if "object" in part.get("type", ()) else "="  # task.data_files.train=...
-        yield f"{name}.{suffix}", f"{name}.{key}{end}", _first_sentence(part["description"])
-    yield from _values(f"{name}.", properties)
+def _recipe_words(before: Sequence[str], word: str) -> Iterator[tuple[str, str]]:
+    """Yield recipes and keys; keys of the task that the recipe before has, or of any; values of a key that has choices."""
+    from hftune.commands.recipes import purpose
+    from hftune.config.every import Every
+    from hftune.config.reference import all_keys, task_types
+    from hftune.config.schema import metrics, task_of
+    from hftune.config.sections import SECTIONS
+    from hftune.config.shipped_files import recipe_names, recipe_path
+    from hftune.errors import holds
 
-
-def _values(prefix: str, properties: dict[str, Any]) -> Iterator[Line]:
-    """Yield the values of keys that have names to choose from; those of a list as a list of one."""
-    for key, part in properties.items():
-        for alternative in part.get("anyOf", [part]):
-            yield from ((f"{prefix}{key}=", f"{prefix}{key}={value}", "") for value in _names(alternative))
-            listed = alternative.get("items", {})
-            for value in (value for item in listed.get("anyOf", [listed]) for value in _names(item)):
-                yield f"{prefix}{key}=", f"{prefix}{key}=[{value}]", ""
-
-
-def _names(part: dict[str, Any]) -> list[str]:
-    truth = ["true", "false"] if "boolean" in part.get("type", ()) else []
-    return [value for value in (*part.get("enum", ()), *part.get("examples", ()), *truth) if isinstance(value, str)]
-
-
-def _first_sentence(text: str) -> str:
-    return " ".join(text.split()).partition(". ")[0].rstrip(".")
+    name, equals, _ = word.partition("=")
+    if name == "recipe":
+        yield from ((f"recipe={each}", purpose(recipe_path(each).read_text(encoding="utf-8"))) for each in recipe_names())
+        yield from ((f"recipe={path}", "") for path in Path().glob("*.yaml"))
+        return
+    recipe = next((other.partition("=")[2] for other in before if other.startswith("recipe=")), None)
+    task = task_types().get(task_of(recipe)) if recipe is not None else None
+    keys = all_keys(task)
+    if not equals and "." not in word:
+        yield "recipe=", "a shipped recipe, or the path of one"
+        yield from ((f"{section}.", " ".join((type_.__doc__ or "").split())) for section, type_ in SECTIONS.items())
+        yield "task.", "What is learned."
+    if not equals:
+        for key, (described, *_) in keys.items():
+            if ("." in key) == ("." in word):
+                yield f"{key}{'.' if holds(dict, described.type) and not holds(list, described.type) else '='}", described.text
+    elif name == "eval.metric":
+        tasks = [task] if task is not None else task_types().values()
+        yield from ((f"{name}={metric}", "") for each in tasks for metric in metrics(each))
+    elif name in keys:
+        described = keys[name][0]
+        values = ["true", "false"] if described.type is bool else [*described.texts]
+        values += ["epoch", "never"] if described.rule.read == Every.read else ["auto", "never"] if name == "resume" else []
+        is_list = isinstance(described.default, list)
+        yield from ((f"{name}=[{value}]" if is_list else f"{name}={value}", "") for value in values)

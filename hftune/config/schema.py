@@ -14,6 +14,7 @@ import dataclasses
 import json
 import types
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
@@ -58,7 +59,7 @@ def recipes_by_task() -> dict[str, list[str]]:
     """Return the names of the shipped recipes, by their ``task.type``."""
     found: dict[str, list[str]] = {name: [] for name in task_types()}
     for name in recipe_names():
-        found[_task_of(name)].append(name)
+        found[task_of(name)].append(name)
     return found
 
 
@@ -67,9 +68,15 @@ def metrics(type_: type) -> list[str]:
     return ["loss", *type_().metric_directions]
 
 
-def _task_of(recipe: str) -> str:
-    values = yaml.safe_load(recipe_path(recipe).read_text(encoding="utf-8"))
-    return values["task"].get("type") or _task_of(values["base"])
+def task_of(recipe: str | Path) -> str:
+    """Return the ``task.type`` of a recipe's file, or of the one that it builds on; empty if none can be found."""
+    try:
+        path = recipe_path(recipe)
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        beside = path.parent / str(values.get("base"))
+        return (values.get("task") or {}).get("type") or task_of(beside if beside.is_file() else values["base"])
+    except (OSError, KeyError, AttributeError, ValueError, yaml.YAMLError, RecursionError):
+        return ""
 
 
 def _of_files() -> dict[str, Any]:
