@@ -67,6 +67,21 @@ def write_text(path: Path, text: str) -> None:
         raise ConfigError(f"--output {path} cannot be written: {error.strerror}.") from error
 
 
+def read_text(path: str, option: str = "--text-file") -> str:
+    """Read a UTF-8 file, or standard input if ``path`` is "-".
+
+    Raises:
+        ConfigError: there is no such file, or it is not UTF-8.
+    """
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).expanduser().read_bytes()
+        return data.decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{option} {path} is not UTF-8: {error}. Convert it.") from error
+
+
 def find_modules_here() -> None:
     """Let the user's own modules be imported from the current folder: last, so that none of them hides an installed one."""
     if "" not in sys.path:

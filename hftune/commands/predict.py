@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hftune.commands.arguments import add_trust_code, argv_of_one, check_at_least_1
+from hftune.commands.arguments import add_trust_code, argv_of_one, check_at_least_1, read_text
 from hftune.data.table import SOURCES, WRITTEN
 from hftune.errors import ConfigError
 
@@ -168,21 +167,6 @@ def images_in(prediction: Mapping[str, Any]) -> list[Any]:
     from PIL import Image
 
     return [np.asarray(value.convert("RGB")) for value in prediction.values() if isinstance(value, Image.Image)]
-
-
-def read_text(path: str, option: str = "--text-file") -> str:
-    """Read a UTF-8 file, or standard input if ``path`` is "-".
-
-    Raises:
-        ConfigError: there is no such file, or it is not UTF-8.
-    """
-    try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).expanduser().read_bytes()
-        return data.decode("utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{option} {path} is not UTF-8: {error}. Convert it.") from error
 
 
 def as_text(value: Any) -> str:

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from hftune.commands.predict import read_text
+from hftune.commands.arguments import read_text
 from hftune.config.recipe import type_name
 from hftune.errors import ConfigError, DataError
 from hftune.task import Task

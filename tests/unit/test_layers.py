@@ -43,8 +43,6 @@ CORE_THAT_STILL_IMPORTS_A_WING = {"loop", "training"}
 """Shrinks to nothing: report and card become callbacks, which the core finds by their names."""
 CIRCLES_THAT_ARE_LEFT = {
     frozenset({"replay.engine", "replay.leaving_out", "replay.samples"}),
-    frozenset({"commands.sweep", "commands.sweep_optuna"}),
-    frozenset({"commands.predict", "commands.predict_chat"}),
     frozenset({"commands.replay", "commands.replay_steps"}),
 }
 """Shrinks to nothing: who resolves one removes its line."""
