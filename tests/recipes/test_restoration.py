@@ -220,18 +220,6 @@ def test_a_network_of_ones_own_trains_on_folders_and_loads_again(damaged, tmp_pa
     )
 
 
-def test_an_interrupted_epoch_draws_the_same_damage_when_it_goes_on(tmp_path):
-    words = (*QUICK, "train.batch_size=3", "train.micro_batch_size=3", "train.log_every=1", "checkpoint.every=2")
-    whole = train(Recipe.load("restoration_demo", *words, "train.epochs=2", f"output_dir={tmp_path / 'whole'}"))
-    expected = Run(whole.output_dir)
-    checkpoint = whole.output_dir / "checkpoints" / "step_00000006"
-    again = train(
-        Recipe.load("restoration_demo", *words, "train.epochs=2", f"output_dir={tmp_path / 'again'}", f"resume={checkpoint}")
-    )
-    assert Run(again.output_dir).logged("train/loss") == expected.logged("train/loss")
-    assert again.metrics == whole.metrics
-
-
 def test_float32_is_exact_unless_the_recipe_says_tf32():
     set_float32(TrainConfig(tf32=True, cudnn_benchmark=True))
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn

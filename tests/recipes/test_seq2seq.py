@@ -4,13 +4,10 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
-from hftune import Recipe, cli, load_model
+from hftune import Recipe, cli
 from hftune.build import load_datasets
-from hftune.commands.evaluate import evaluate
-from hftune.replay.audit import audit
 from tests.support.runs import train_on
 from tests.support.trainer import losses_of_trainer, planned_batches
 
@@ -33,37 +30,11 @@ TRAINER = (*SMALL, T5.replace("0.1", "0.0"), *ALONE)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    jobs = {1: {**JOBS, "trainer": TRAINER}, 2: JOBS, 4: {"t5": JOBS["t5"]}}
-    found = {(name, size): run for size in jobs for name, run in train_on(size, jobs[size], folder, "seq2seq").items()}
-    stopped = {"resumed": (*JOBS["t5"], f"output_dir={folder}/resumed", "checkpoint.every=2")}
-    train_on(2, stopped, folder, "seq2seq", stops={"resumed": (5, 0)})
-    return found | {("resumed", 2): train_on(2, stopped, folder, "seq2seq")["resumed"]}
-
-
-@pytest.mark.parametrize(("name", "size"), [("t5", 2), ("bart", 2), ("t5", 4)])
-def test_losses_texts_and_scores_do_not_depend_on_processes_with_dropout_on(runs, name, size):
-    one, many = runs[name, 1], runs[name, size]
-    expected = one.logged("train/loss")
-    assert len(expected) == 10 and expected[-1] < expected[0]
-    assert many.logged("train/loss") == pytest.approx(expected, rel=1e-5)
-    assert one.predictions == many.predictions and len(one.predictions) == 13
-    metrics = [run.result["metrics"] for run in (one, many)]
-    assert metrics[0].pop("loss") == pytest.approx(metrics[1].pop("loss"), rel=1e-5)
-    assert metrics[0] == metrics[1] and metrics[0].keys() >= {"rouge_l", "bleu", "chrf", "exact_match"}
-
-
-def test_run_that_was_stopped_and_resumed_is_the_one_that_was_not(runs):
-    whole, resumed = runs["t5", 2], runs["resumed", 2]
-    assert len(audit(resumed.folder).starts) == 2
-    assert resumed.logged("train/loss") == whole.logged("train/loss")
-    assert resumed.result["metrics"] == whole.result["metrics"]
-    one, two = (load_file(run.folder / "model_last" / "model.safetensors") for run in (whole, resumed))
-    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    return train_on(1, {**JOBS, "trainer": TRAINER}, tmp_path_factory.mktemp("runs"), "seq2seq")
 
 
 def test_twenty_steps_equal_those_of_seq2seq_trainer(runs, tmp_path):
-    ours = runs["trainer", 1].logged("train/loss")
+    ours = runs["trainer"].logged("train/loss")
     recipe = Recipe.load("seq2seq", *TRAINER)
 
     def labels_alone(rows):
@@ -78,20 +49,16 @@ def test_twenty_steps_equal_those_of_seq2seq_trainer(runs, tmp_path):
 
 @pytest.mark.parametrize("name", JOBS)
 def test_export_writes_the_same_texts_again(runs, name):
-    run = runs[name, 1]
+    run = runs[name]
     texts = [row["source"] for row in run.predictions]
     expected = [row["generated"] for row in run.predictions]
     tokens, model = (kind.from_pretrained(run.folder / "model_last") for kind in (AutoTokenizer, AutoModelForSeq2SeqLM))
     said = [model.eval().generate(**tokens(text, return_tensors="pt", truncation=True, max_length=64))[0] for text in texts]
     assert tokens.batch_decode(said, skip_special_tokens=True) == expected
-    loaded = load_model(run.folder / "model_last", device="cpu")
-    assert [row["generated"] for row in loaded.predict(texts, batch_size=5)] == expected
-    again = evaluate(Recipe.load(run.folder / "recipe.yaml"), run.folder / "model_last").metrics
-    assert again == run.result["metrics"]
 
 
 def test_command_and_card_show_the_texts(runs, capsys):
-    run = runs["t5", 1]
+    run = runs["t5"]
     text = run.predictions[0]["source"]
     assert cli.main(["predict", str(run.folder), "--text", text, "--json"]) == 0
     assert [*json.loads(capsys.readouterr().out)] == ["generated"]

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from hftune import DataError, Task
-from hftune.data.demo import articles, digits, pictures, questions, reviews
+from hftune.data.demo import articles, digits, pictures, questions, reviews, shapes
 from hftune.tasks import SequenceClassification
 
 
@@ -48,6 +48,12 @@ def few_questions(part: str) -> list[dict[str, Any]]:
     rows = questions(part)[: {"train": 100, "eval": 37}[part]]
     rows[5] = {**rows[4], "answer": rows[5]["answer"]}
     return [{**row, "negative": rows[index - 1]["answer"], "score": index % 7} for index, row in enumerate(rows)]
+
+
+@functools.cache
+def few_shapes(part: str) -> list[dict[str, Any]]:
+    """60 and 13 of the demo's shapes."""
+    return list(shapes(part, {"train": 60, "eval": 13}[part]))
 
 
 @functools.cache
