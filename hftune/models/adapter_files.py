@@ -166,18 +166,21 @@ def load_generation_config(model: PreTrainedModel, directory: Path) -> None:
 # Plain models
 
 
-def merge(model: PreTrainedModel) -> None:
+def merge(model: PreTrainedModel, with_adapters: bool = True) -> None:
     """Add the adapters to the weights they belong to, in place: the model is then a plain one, with the names of its base.
 
     Each layer is merged in float32, and takes its own type again: rounded once.
 
+    Args:
+        with_adapters: False: leave the adapters out instead.
+
     Raises:
         ConfigError: the layers have 4 bits, to which the sums would be rounded.
     """
-    if is_quantized(model):
+    if with_adapters and is_quantized(model):
         raise ConfigError("Adapters cannot be merged into weights of 4 bits: load the base without adapter.quantize.")
     for name, module in [*replaced(model)]:
-        model.set_submodule(name, plain_module(module, merged=True))
+        model.set_submodule(name, plain_module(module, with_adapters))
     model._hf_peft_config_loaded = False
     del model.peft_config
     model.requires_grad_(True)
@@ -185,36 +188,12 @@ def merge(model: PreTrainedModel) -> None:
 
 
 def plain_model(model: PreTrainedModel, merged: bool) -> PreTrainedModel:
-    """Return a plain model on the CPU, with the adapters merged or left out; the given one, which may be in training, stays.
-
-    It is built anew from its config, as a model in training has hooks. Each layer is copied, then merged.
-    """
-    if merged and is_quantized(model):
-        raise ConfigError("Adapters cannot be merged into weights of 4 bits.")
-    values = {name: value.detach().to("cpu", copy=True) for name, value in plain_tensors(model, merged)}
-    with torch.device("meta"):
-        plain = type(model)(deepcopy(model.config))
-    plain.load_state_dict(values, strict=False, assign=True)
-    plain.tie_weights()
-    for name, value in model.named_buffers():  # those that no file holds, such as the frequencies of positions
-        owner, _, own = name.rpartition(".")
-        if name not in values:
-            plain.get_submodule(owner).register_buffer(own, value.to("cpu", copy=True), persistent=False)
-    if empty := [name for name, value in plain.named_parameters() if value.is_meta]:
-        raise ConfigError(f"{type(model).__name__} cannot be exported without its adapters: {empty[0]} was not found in it.")
-    if model.can_generate():
-        plain.generation_config = deepcopy(model.generation_config)
+    """Return a plain model on the CPU, with the adapters merged or left out; the given one, which may be in training, stays."""
+    values = {id(value): nn.Parameter(value.detach().to("cpu", copy=True), value.requires_grad) for value in model.parameters()}
+    values |= {id(value): value.to("cpu", copy=True) for value in model.buffers()}
+    plain = deepcopy(model, values)
+    merge(plain, merged)
     return plain.eval()
-
-
-def plain_tensors(model: nn.Module, merged: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers of a model without its adapters, by their names in the plain model."""
-    inside = []
-    for name, module in replaced(model):
-        inside.append(f"{name}.")
-        plain = plain_module(on_cpu(module), merged)
-        yield from ((f"{name}.{key}", value) for key, value in plain.state_dict().items())
-    yield from ((name, value) for name, value in model.state_dict().items() if not name.startswith(tuple(inside)))
 
 
 def replaced(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -239,15 +218,6 @@ def plain_module(module: Any, merged: bool) -> nn.Module:
         module.merge(safe_merge=True)
         layer.to(dtype)
     return layer
-
-
-def on_cpu(module: nn.Module) -> nn.Module:
-    """Return a copy of a module on the CPU, which takes no memory elsewhere."""
-    values = {
-        id(value): nn.Parameter(value.detach().to("cpu", copy=True), value.requires_grad) for value in module.parameters()
-    }
-    values |= {id(value): value.to("cpu", copy=True) for value in module.buffers()}
-    return deepcopy(module, values)
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -33,9 +34,9 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithCro
 from transformers.models.big_bird.modeling_big_bird import BigBirdEmbeddings, BigBirdEncoder, BigBirdPreTrainedModel
 
 from hftune.errors import ConfigError, did_you_mean
-from hftune.models.bigbird_attention import KERNELS, NUM_FIXED_BLOCKS, BlockSparseSelfAttention, RealTokens
+from hftune.models.bigbird_attention import KERNELS, NUM_FIXED_BLOCKS, BlockSparseSelfAttention
 from hftune.models.kinds import ATTENTION, drawn_parameters
-from hftune.models.packing import without_masks
+from hftune.models.packing import RealTokens, without_masks
 from hftune.models.prefix_attention import Prefix, pack_layers
 from hftune.models.pretrained import load_model
 
@@ -323,11 +324,14 @@ class BlockSparseBigBirdModel(BigBirdPreTrainedModel):
                 attention_mask = hidden_BTC.new_ones(hidden_BTC.shape[:2], dtype=torch.bool)
             hidden_BTC = torch.nn.functional.pad(hidden_BTC, (0, 0, 0, missing))
             attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
-        if (tokens := RealTokens.of(attention_mask)) is None:
+        # Without values, as in a plan or while compiled, and where nothing is padded, layers compute all tokens.
+        has_values = not isinstance(attention_mask, FakeTensor) and not torch.compiler.is_compiling()
+        if attention_mask is None or not has_values or bool(attention_mask.all()):
             hidden_BTC = self.encoder(hidden_BTC, attention_mask=attention_mask).last_hidden_state
         else:
-            hidden_1XC = self.encoder(tokens.pack(hidden_BTC), attention_mask=attention_mask, tokens=tokens).last_hidden_state
-            hidden_BTC = tokens.unpack(hidden_1XC)
+            tokens = RealTokens((len(attention_mask), attention_mask.shape[1]), attention_mask.flatten().nonzero().flatten())
+            hidden_1NC = self.encoder(tokens.pack(hidden_BTC), attention_mask=attention_mask, tokens=tokens).last_hidden_state
+            hidden_BTC = tokens.unpack(hidden_1NC)
         return BaseModelOutput(last_hidden_state=hidden_BTC[:, :length])
 
 

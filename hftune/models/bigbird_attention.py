@@ -2,25 +2,24 @@
 
 # Shapes: B batch, H heads, T tokens (padded), S tokens of a block, N = T / S blocks, M = N - 2 blocks between first and last,
 # K key blocks that a query block sees, R random ones among them, D width of a head, C width of the model. Gathered:
-# X = B H M query blocks (in RealTokens: real tokens), Y = K S keys of each.
+# X = B H M query blocks, Y = K S keys of each.
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch._subclasses import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from hftune.errors import ConfigError, first_line
+from hftune.models.packing import RealTokens
 from hftune.models.trial import kernel_problem
 
 NUM_FIXED_BLOCKS = 5  # the first and the last block, which are global, and a window of three blocks
@@ -34,33 +33,6 @@ NO_FLEX_ON_CPU = (
     "task.model_config.block_sparse_kernel=flex cannot train on a CPU: FlexAttention has no backward pass there (torch 2.13). "
     "Use block_sparse_kernel=gathered."
 )
-
-
-@dataclass(frozen=True)
-class RealTokens:
-    """Where the real tokens of padded rows are, for layers that compute them only. Has no lengths: compiled layers take it."""
-
-    shape: tuple[int, int]
-    """(B, T)."""
-    indices_X: Tensor
-    """Of the real tokens in the flattened rows."""
-
-    @classmethod
-    def of(cls, mask_BT: Tensor | None) -> RealTokens | None:
-        """Read a mask, not 0 for real tokens; None if all are. Waits for the device."""
-        if mask_BT is None or isinstance(mask_BT, FakeTensor) or torch.compiler.is_compiling():  # has no values
-            return None
-        indices_X = mask_BT.flatten().nonzero().flatten()
-        return None if len(indices_X) == mask_BT.numel() else cls((mask_BT.shape[0], mask_BT.shape[1]), indices_X)
-
-    def pack(self, x_BTC: Tensor) -> Tensor:
-        """Take the padding out, (1, X, C)."""
-        return x_BTC.flatten(0, 1).index_select(0, self.indices_X)[None]
-
-    def unpack(self, x_1XC: Tensor) -> Tensor:
-        """Put the padding back, as zeros."""
-        padded = x_1XC.new_zeros(self.shape[0] * self.shape[1], x_1XC.shape[2])
-        return padded.index_copy(0, self.indices_X, x_1XC[0]).unflatten(0, self.shape)
 
 
 class BlockSparseSelfAttention(nn.Module):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby
 from typing import Any
@@ -41,29 +41,54 @@ class NotPackable(Exception):
 
 
 @dataclass(frozen=True)
-class Packing:
-    """Where the real tokens of a padded batch are."""
+class RealTokens:
+    """Where the real tokens of a padded batch are. Has no lengths, which would make a compiled layer anew for each batch."""
 
     shape: tuple[int, int]
     """(B, T)."""
-    lengths: tuple[int, ...]
-    """Real tokens of each text, on the host, so that nothing waits for the device."""
     indices_N: Tensor
     """Of the real tokens in the flattened batch."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no padding."""
+        return len(self.indices_N) == self.shape[0] * self.shape[1]
+
+    def pack(self, x_BT: Tensor) -> Tensor:
+        """Take the padding out: (B, T, ...) or (1, T, ...) to (1, N, ...)."""
+        if x_BT.shape[0] != self.shape[0]:
+            x_BT = x_BT.expand(self.shape[0], *x_BT.shape[1:])
+        rows = x_BT.flatten(0, 1)
+        return (rows if self.is_full else rows.index_select(0, self.indices_N))[None]
+
+    def unpack(self, x_1N: Tensor) -> Tensor:
+        """Put the padding back, as zeros: (1, N, ...) to (B, T, ...)."""
+        if self.is_full:
+            return x_1N[0].unflatten(0, self.shape)
+        padded = x_1N.new_zeros(self.shape[0] * self.shape[1], *x_1N.shape[2:])
+        return padded.index_copy(0, self.indices_N, x_1N[0]).unflatten(0, self.shape)
+
+
+@dataclass(frozen=True)
+class Packing(RealTokens):
+    """The same, and the lengths of the texts, so that attention can keep them apart."""
+
+    lengths: tuple[int, ...]
+    """Real tokens of each text, on the host, so that nothing waits for the device."""
     starts: Tensor
     """(B + 1,) int32: where each text starts in the packed row, and the end. Known as cu_seqlens."""
 
     @classmethod
     def of(cls, mask_BT: Tensor) -> Packing:
         """Read a mask, not 0 for real tokens."""
-        lengths = mask_BT.count_nonzero(1).tolist()
-        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=mask_BT.device)
-        return cls((mask_BT.shape[0], mask_BT.shape[1]), tuple(lengths), mask_BT.flatten().nonzero().flatten(), starts)
+        shape, lengths = (mask_BT.shape[0], mask_BT.shape[1]), mask_BT.count_nonzero(1).tolist()
+        return cls.at(shape, mask_BT.flatten().nonzero().flatten(), lengths)
 
-    @cached_property
-    def num_tokens(self) -> int:
-        """N."""
-        return sum(self.lengths)
+    @classmethod
+    def at(cls, shape: tuple[int, int], indices_N: Tensor, lengths: Sequence[int]) -> Packing:
+        """Take ``lengths`` tokens at these places for each text, one text after the other."""
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=indices_N.device)
+        return cls(shape, indices_N, tuple(lengths), starts)
 
     @cached_property
     def longest(self) -> int:
@@ -82,31 +107,12 @@ class Packing:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Packing:
         """Return it on a device."""
-        moved = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.indices_N, self.starts))
-        return Packing(self.shape, self.lengths, *moved)
+        indices_N, starts = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.indices_N, self.starts))
+        return replace(self, indices_N=indices_N, starts=starts)
 
     def pin_memory(self) -> Packing:
         """Return it in memory that a GPU can copy from while the host goes on; torch's DataLoader calls it."""
-        return Packing(self.shape, self.lengths, self.indices_N.pin_memory(), self.starts.pin_memory())
-
-    @property
-    def is_full(self) -> bool:
-        """Whether there is no padding."""
-        return self.num_tokens == self.shape[0] * self.shape[1]
-
-    def pack(self, x_BT: Tensor) -> Tensor:
-        """Take the padding out: (B, T, ...) or (1, T, ...) to (1, N, ...)."""
-        if x_BT.shape[0] != self.shape[0]:
-            x_BT = x_BT.expand(self.shape[0], *x_BT.shape[1:])
-        rows = x_BT.flatten(0, 1)
-        return (rows if self.is_full else rows.index_select(0, self.indices_N))[None]
-
-    def unpack(self, x_1N: Tensor) -> Tensor:
-        """Put the padding back, as zeros: (1, N, ...) to (B, T, ...)."""
-        if self.is_full:
-            return x_1N[0].unflatten(0, self.shape)
-        padded = x_1N.new_zeros(self.shape[0] * self.shape[1], *x_1N.shape[2:])
-        return padded.index_copy(0, self.indices_N, x_1N[0]).unflatten(0, self.shape)
+        return replace(self, indices_N=self.indices_N.pin_memory(), starts=self.starts.pin_memory())
 
     def pack_all(self, value: Any) -> Any:
         """Take the padding out of a tensor that has rows and tokens, or of those in a tuple; leave other values alone."""
@@ -150,54 +156,54 @@ def packed_attention(
         raise NotPackable(f"its attention uses {odd[0]}")
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if (repeats := query.shape[1] // key.shape[1]) > 1:
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     if query.is_cuda and (query.dtype != torch.float32 or sliding_window is None):
-        kernel = _efficient if query.dtype == torch.float32 else _flash
-        return kernel(*_heads_last(query, key, value), packing, dropout, causal, scale, sliding_window), None
+        kernel = efficient_attention if query.dtype == torch.float32 else flash_attention
+        heads_last = (x_1HNd[0].transpose(0, 1) for x_1HNd in (query, key, value))
+        return kernel(*heads_last, packing, packing, causal, dropout, scale, sliding_window)[None], None
     return _text_by_text(query, key, value, packing, dropout, causal, scale, sliding_window), None
 
 
-def _heads_last(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (N, H, d), with as many heads of keys and values as of queries."""
-    if (repeats := query.shape[1] // key.shape[1]) > 1:
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    return query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-
-
-def _flash(
-    query_NHd: Tensor,
-    key_NHd: Tensor,
-    value_NHd: Tensor,
-    packing: Packing,
-    dropout: float,
+def flash_attention(
+    q_NHd: Tensor,
+    k_NHd: Tensor,
+    v_NHd: Tensor,
+    queries: Packing,
+    keys: Packing,
     causal: bool,
+    dropout: float,
     scale: float,
-    window: int | None,
+    window: int | None = None,
 ) -> Tensor:
-    """Call torch's flash attention for texts of unequal length. torch.nn.attention.varlen (2.13) calls it without dropout."""
+    """Call torch's flash attention for texts of unequal length. If causal, the last query sees the last key (since 2.1).
+
+    torch.nn.attention.varlen (2.13) calls it without dropout.
+    """
     sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0 if causal else window - 1}
-    texts = (packing.starts, packing.starts, packing.longest, packing.longest)
-    return torch.ops.aten._flash_attention_forward(
-        query_NHd, key_NHd, value_NHd, *texts, dropout, causal, False, scale=scale, **sides
-    )[0][None]
+    texts = (queries.starts, keys.starts, queries.longest, keys.longest)
+    forward = torch.ops.aten._flash_attention_forward
+    return forward(q_NHd, k_NHd, v_NHd, *texts, dropout, causal, False, scale=scale, **sides)[0]
 
 
-def _efficient(
-    query_NHd: Tensor,
-    key_NHd: Tensor,
-    value_NHd: Tensor,
-    packing: Packing,
-    dropout: float,
+def efficient_attention(
+    q_NHd: Tensor,
+    k_NHd: Tensor,
+    v_NHd: Tensor,
+    queries: Packing,
+    keys: Packing,
     causal: bool,
+    dropout: float,
     scale: float,
-    window: int | None,
+    window: None = None,
 ) -> Tensor:
     """Call torch's memory-efficient attention, which computes float32, for texts of unequal length."""
-    texts = (packing.starts, packing.starts, packing.longest, packing.longest)
-    tensors = (query_NHd[None], key_NHd[None], value_NHd[None])
+    texts = (queries.starts, keys.starts, queries.longest, keys.longest)
+    tensors = (q_NHd[None], k_NHd[None], v_NHd[None])
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return torch.ops.aten._efficient_attention_forward(
-        *tensors, None, *texts, dropout, int(causal), needs_gradient, scale=scale
-    )[0]
+    mask_type = 2 if causal else 0  # causal from the bottom right, or none
+    forward = torch.ops.aten._efficient_attention_forward
+    return forward(*tensors, None, *texts, dropout, mask_type, needs_gradient, scale=scale)[0][0]
 
 
 def _text_by_text(
@@ -211,8 +217,6 @@ def _text_by_text(
     window: int | None,
 ) -> Tensor:
     """Compute one run of equally long texts after the other, with torch's fused kernel, or with dropout of our own on CPUs."""
-    if (repeats := query.shape[1] // key.shape[1]) > 1:
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     outputs = []
     for start, count, length in packing.runs:
         if length == 0:
@@ -222,16 +226,18 @@ def _text_by_text(
             for tensor in (query, key, value)
         )
         seen_tt = _seen(length, causal, window, query.device)
-        if dropout and query.device.type == "cpu":
-            if seen_tt is None and causal:
-                seen_tt = torch.ones(length, length, dtype=torch.bool).tril()
-            out_RHtd = attention_with_dropout(q_RHtd, k_RHtd, v_RHtd, dropout, scale, None if seen_tt is None else ~seen_tt)
-        else:
-            out_RHtd = scaled_dot_product_attention(
-                q_RHtd, k_RHtd, v_RHtd, seen_tt, dropout, is_causal=causal and seen_tt is None, scale=scale
-            )
+        out_RHtd = attention(q_RHtd, k_RHtd, v_RHtd, seen_tt, causal and seen_tt is None, dropout, scale)
         outputs.append(out_RHtd.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[None]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, seen_ts: Tensor | None, causal: bool, dropout: float, scale: float) -> Tensor:
+    """Compute attention (R, H, t, d) of texts of equal length, which see ``seen_ts``, or earlier tokens if ``causal``."""
+    if not dropout or q.device.type != "cpu":
+        return scaled_dot_product_attention(q, k, v, seen_ts, dropout, is_causal=causal, scale=scale)
+    if causal:
+        seen_ts = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+    return attention_with_dropout(q, k, v, dropout, scale, None if seen_ts is None else ~seen_ts)
 
 
 def _seen(length: int, causal: bool, window: int | None, device: torch.device) -> Tensor | None:

@@ -17,38 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
-from hftune.models.dropout import attention_with_dropout
-from hftune.models.packing import Packing
+from hftune.models.packing import Packing, attention, efficient_attention, flash_attention
 from hftune.models.trial import kernel_problem
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Where some tokens of each row are among the N real ones of all rows."""
-
-    lengths: tuple[int, ...]
-    """Tokens of each row, on the host."""
-    indices: Tensor
-    """Of the tokens, row by row."""
-    starts: Tensor
-    """(B + 1,) int32: where each row starts among ``indices``, and the end."""
-
-    @classmethod
-    def of(cls, first: Sequence[int], lengths: Sequence[int], device: torch.device) -> Texts:
-        """Name ``lengths`` tokens of each row, from its token ``first`` on."""
-        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return cls(tuple(lengths), _ranges(first, lengths).to(device), starts.to(device))
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Texts:
-        """Return it on a device."""
-        indices, starts = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.indices, self.starts))
-        return Texts(self.lengths, indices, starts)
-
-    def pin_memory(self) -> Texts:
-        """See ``Prefix.pin_memory``."""
-        return Texts(self.lengths, self.indices.pin_memory(), self.starts.pin_memory())
 
 
 @dataclass(frozen=True)
@@ -56,8 +27,9 @@ class Prefix:
     """Lengths of sources and titles. The real tokens of all rows are in one, row by row, each source before its title."""
 
     packing: Packing
-    sources: Texts
-    titles: Texts
+    sources: Packing
+    titles: Packing
+    """Where those of each row are among the real tokens."""
     packs_layers: bool
     """Whether the layers compute the real tokens (1, N, C) of all rows only, or padded rows."""
     is_asked_for: bool = False
@@ -72,26 +44,25 @@ class Prefix:
         totals = [source + title for source, title in zip(*counts, strict=True)]
         (B, T), device = valid_BT.shape, valid_BT.device
         sorted_BT = kinds_BT.argsort(dim=1, stable=True) + T * torch.arange(B, device=device)[:, None]
-        packing = Packing(
-            (B, T),
-            tuple(totals),
-            sorted_BT.flatten()[_ranges(range(0, B * T, T), totals).to(device)],
-            torch.tensor([0, *accumulate(totals)], dtype=torch.int32).to(device),
-        )
+        real_N = sorted_BT.flatten()[_ranges(range(0, B * T, T), totals).to(device)]
         first = [0, *accumulate(totals)][:-1]
         behind = [start + count for start, count in zip(first, counts[0], strict=True)]
-        texts = (Texts.of(first, counts[0], device), Texts.of(behind, counts[1], device))
-        return cls(packing, *texts, packs_layers, is_asked_for)
+        texts = (
+            Packing.at((1, len(real_N)), _ranges(starts, lengths).to(device), lengths)
+            for starts, lengths in ((first, counts[0]), (behind, counts[1]))
+        )
+        return cls(Packing.at((B, T), real_N, totals), *texts, packs_layers, is_asked_for)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Prefix:
         """Return it on a device."""
-        sources, titles = (texts.to(device, non_blocking) for texts in (self.sources, self.titles))
-        return replace(self, packing=self.packing.to(device, non_blocking), sources=sources, titles=titles)
+        return self._changed(lambda packing: packing.to(device, non_blocking))
 
     def pin_memory(self) -> Prefix:
         """Return it in memory that a GPU can copy from while the host goes on; torch's DataLoader calls it."""
-        sources, titles = self.sources.pin_memory(), self.titles.pin_memory()
-        return replace(self, packing=self.packing.pin_memory(), sources=sources, titles=titles)
+        return self._changed(Packing.pin_memory)
+
+    def _changed(self, change: Callable[[Packing], Packing]) -> Prefix:
+        return replace(self, packing=change(self.packing), sources=change(self.sources), titles=change(self.titles))
 
     @cached_property
     def runs(self) -> list[tuple[int, int, int, int]]:
@@ -106,7 +77,7 @@ class Prefix:
     @cached_property
     def order(self) -> Tensor:
         """Index of each real token among those of all sources, then all titles."""
-        return torch.cat([self.sources.indices, self.titles.indices]).argsort()
+        return torch.cat([self.sources.indices_N, self.titles.indices_N]).argsort()
 
     @torch.compiler.disable  # the lengths differ from batch to batch
     def attend(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float) -> Tensor:
@@ -118,7 +89,7 @@ class Prefix:
 
     def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float) -> Tensor:
         if query.is_cuda:
-            kernel = _efficient if query.dtype == torch.float32 else _flash
+            kernel = efficient_attention if query.dtype == torch.float32 else flash_attention
             if is_right(kernel, query.device, query.dtype, query.shape[-1]):
                 return self.attend_in_two(kernel, query, key, value, dropout, scale)
         return self.attend_by_rows(query, key, value, dropout, scale)
@@ -128,14 +99,13 @@ class Prefix:
     ) -> Tensor:
         """Call a kernel for texts of unequal length twice, for all sources and for all titles."""
         q_NHd, k_NHd, v_NHd = (x[0].transpose(0, 1) for x in (query, key, value))
-        of_sources = (x_NHd.index_select(0, self.sources.indices) for x_NHd in (q_NHd, k_NHd, v_NHd))
-        among = Texts(self.packing.lengths, self.packing.indices_N, self.packing.starts)
+        of_sources = (x_NHd.index_select(0, self.sources.indices_N) for x_NHd in (q_NHd, k_NHd, v_NHd))
         parts = []
-        if max(self.sources.lengths):
+        if self.sources.longest:
             parts.append(kernel(*of_sources, self.sources, self.sources, False, dropout, scale))
-        if max(self.titles.lengths):
-            q_title = q_NHd.index_select(0, self.titles.indices)
-            parts.append(kernel(q_title, k_NHd, v_NHd, self.titles, among, True, dropout, scale))
+        if self.titles.longest:
+            q_title = q_NHd.index_select(0, self.titles.indices_N)
+            parts.append(kernel(q_title, k_NHd, v_NHd, self.titles, self.packing, True, dropout, scale))
         return torch.cat(parts).index_select(0, self.order)[None]
 
     def attend_by_rows(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float) -> Tensor:
@@ -146,10 +116,10 @@ class Prefix:
             q, k, v = (x[0, :, start:stop].unflatten(1, (count, -1)).transpose(0, 1) for x in (query, key, value))
             parts = []
             if source:
-                parts.append(_attend(q[:, :, :source], k[:, :, :source], v[:, :, :source], None, dropout, scale))
+                parts.append(attention(q[:, :, :source], k[:, :, :source], v[:, :, :source], None, False, dropout, scale))
             if title:
                 seen = torch.ones(title, source + title, dtype=torch.bool, device=q.device).tril(source) if title > 1 else None
-                parts.append(_attend(q[:, :, source:], k, v, seen, dropout, scale))
+                parts.append(attention(q[:, :, source:], k, v, seen, False, dropout, scale))
             contexts += [torch.cat(parts, 2).transpose(1, 2).flatten(0, 1)] if parts else []
         return torch.cat(contexts)[None]
 
@@ -159,41 +129,13 @@ def _ranges(first: Sequence[int], lengths: Sequence[int]) -> Tensor:
     return torch.cat([torch.arange(start, start + length) for start, length in zip(first, lengths, strict=True)])
 
 
-def _attend(q_RHtd: Tensor, k_RHsd: Tensor, v_RHsd: Tensor, seen_ts: Tensor | None, dropout: float, scale: float) -> Tensor:
-    if dropout and q_RHtd.device.type == "cpu":
-        hidden_ts = None if seen_ts is None else ~seen_ts
-        return attention_with_dropout(q_RHtd, k_RHsd, v_RHsd, dropout, scale, hidden_ts)
-    return scaled_dot_product_attention(q_RHtd, k_RHsd, v_RHsd, seen_ts, dropout, scale=scale)
-
-
-def _flash(
-    q_NHd: Tensor, k_NHd: Tensor, v_NHd: Tensor, queries: Texts, keys: Texts, causal: bool, dropout: float, scale: float
-) -> Tensor:
-    """Call torch's flash attention for texts of unequal length. If causal, the last query sees the last key (since 2.1)."""
-    texts = (queries.starts, keys.starts, max(queries.lengths), max(keys.lengths))
-    return torch.ops.aten._flash_attention_forward(q_NHd, k_NHd, v_NHd, *texts, dropout, causal, False, scale=scale)[0]
-
-
-def _efficient(
-    q_NHd: Tensor, k_NHd: Tensor, v_NHd: Tensor, queries: Texts, keys: Texts, causal: bool, dropout: float, scale: float
-) -> Tensor:
-    """Call torch's memory-efficient attention, which computes float32, for texts of unequal length."""
-    texts = (queries.starts, keys.starts, max(queries.lengths), max(keys.lengths))
-    tensors = (q_NHd[None], k_NHd[None], v_NHd[None])
-    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    mask_type = 2 if causal else 0  # causal from the bottom right, or none
-    return torch.ops.aten._efficient_attention_forward(*tensors, None, *texts, dropout, mask_type, needs_gradient, scale=scale)[
-        0
-    ][0]
-
-
 @cache
 @torch.inference_mode(False)  # its tensors are saved for the backward pass
 def is_right(kernel: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Return whether a kernel is right for heads of ``width`` on an example, forward and backward: it may align otherwise."""
     kinds_BT = torch.tensor([[0] * 9 + [1] * 4 + [2] * 3, [2] * 2 + [0] * 5 + [1] * 9, [0] * 16], device=device)
     prefix = Prefix.of(kinds_BT == 1, kinds_BT < 2, packs_layers=True)
-    scale, shape = width**-0.5, (1, 2, prefix.packing.num_tokens, width)
+    scale, shape = width**-0.5, (1, 2, len(prefix.packing.indices_N), width)
     problem = kernel_problem(
         lambda q, k, v: prefix.attend_in_two(kernel, q, k, v, 0.0, scale),
         lambda q, k, v: prefix.attend_by_rows(q, k, v, 0.0, scale),

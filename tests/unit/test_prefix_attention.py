@@ -140,7 +140,7 @@ def missing(*args):
 def test_two_calls_of_a_kernel_for_unequal_lengths_are_the_same_as_row_by_row(kinds_BT):
     prefix = Prefix.of(kinds_BT == 1, kinds_BT != 2, packs_layers=True)
     generator = torch.Generator().manual_seed(2)
-    size = (3, 1, 4, prefix.packing.num_tokens, 8)
+    size = (3, 1, 4, len(prefix.packing.indices_N), 8)
     q, k, v = torch.randn(size, generator=generator, dtype=torch.double, requires_grad=True)
     weight = torch.randn(1, size[3], 4, 8, generator=generator, dtype=torch.double)
     results = []
