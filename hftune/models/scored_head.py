@@ -81,10 +81,7 @@ class Head:
 
     def losses(self, hidden_RC: Tensor, targets_R: Tensor, reduction: str = "sum") -> Tensor:
         """Return the cross-entropies (R,), or their sum, of rows that all have a target."""
-        return self.losses_of(self.forward(hidden_RC), targets_R, reduction)
-
-    def losses_of(self, logits_RV: Tensor, targets_R: Tensor, reduction: str = "sum") -> Tensor:
-        """Return the same of what the head itself returns."""
+        logits_RV = self.forward(hidden_RC)
         if self.scale != 1.0:
             logits_RV = logits_RV * self.scale
         if self.cap is not None:
@@ -94,11 +91,6 @@ class Head:
         if logits_RV.dtype != torch.float64:
             logits_RV = logits_RV.float()
         return cross_entropy(logits_RV, targets_R, reduction=reduction)
-
-    def adds_in_place(self, hidden: Tensor) -> bool:
-        """Say whether ``_add_linear`` may be used: by a linear layer that computes in the precision of its weights."""
-        is_linear = type(self.module) is nn.Linear and self.module.weight.dtype == hidden.dtype
-        return is_linear and not torch.is_autocast_enabled(hidden.device.type)
 
     def rows_at_once(self, hidden: Tensor, at_once: int) -> int:
         """Return the rows of a chunk."""
@@ -205,16 +197,10 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_RC: Tensor, targets_R: Tensor, head: Head, size: int, *trained: nn.Parameter) -> Tensor:
         """Compute losses and gradients. ``trained``: the parameters of the head that get one."""
-        gradient_RC = torch.empty_like(hidden_RC)
-        in_place = head.adds_in_place(hidden_RC)
-        sums = {value: torch.zeros_like(value) for value in trained} if in_place else {}
-        gradients: list[Tensor | None] = [sums.get(value) for value in trained]
-        losses = []
+        gradient_RC, losses = torch.empty_like(hidden_RC), []
+        gradients: list[Tensor | None] = [None] * len(trained)
         for start in range(0, max(1, len(hidden_RC)), size):  # without rows one empty chunk, whose gradients are zeros
             rows = slice(start, start + size)
-            if in_place:
-                losses.append(_add_linear(head, hidden_RC[rows], targets_R[rows], gradient_RC[rows], sums))
-                continue
             with torch.enable_grad():
                 hidden = hidden_RC[rows].detach().requires_grad_()
                 loss = head.losses(hidden, targets_R[rows])
@@ -232,27 +218,6 @@ class _ChunkedLoss(torch.autograd.Function):
         return hidden, None, None, None, *parameters
 
 
-def _add_linear(
-    head: Head, hidden_RC: Tensor, targets_R: Tensor, gradient_RC: Tensor, sums: dict[nn.Parameter, Tensor]
-) -> Tensor:
-    """Return the loss of a chunk; write its gradient into ``gradient_RC``, and add that of weight and bias to ``sums``.
-
-    Autograd would first make a gradient of the weight's size for each chunk: on a CPU that took a seventh of the time.
-    """
-    linear = head.module
-    with torch.no_grad():
-        logits_RV = head.forward(hidden_RC)
-    with torch.enable_grad():
-        loss = head.losses_of(logits_RV.requires_grad_(), targets_R)
-    (gradient_RV,) = torch.autograd.grad(loss, logits_RV)
-    gradient_RC.copy_(gradient_RV @ linear.weight)
-    if linear.weight in sums:
-        sums[linear.weight].addmm_(gradient_RV.T, hidden_RC)
-    if linear.bias is not None and linear.bias in sums:
-        sums[linear.bias].add_(gradient_RV.sum(0))
-    return loss.detach()
-
-
 def _added(known: Tensor | None, new: Tensor | None) -> Tensor | None:
     """Add up gradients in place. None: the parameter is not used, like those of an adapter that is switched off."""
     return new if known is None or new is None else known.add_(new)
@@ -264,14 +229,11 @@ def liger_problem(model: nn.Module, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"it runs on GPUs, and this is a {device.type} device"
     if head is None or type(head.module) is not nn.Linear:
-        return f"it needs a plain linear head, and {type(model).__name__} has {_kind(head)}"
+        kind = "none" if head is None else f"one of type {type(head.module).__name__}"
+        return f"it needs a plain linear head, and {type(model).__name__} has {kind}"
     if head.scale != 1.0 or head.bias is not None:
         return f"it does not scale or shift logits, as {type(model).__name__} does"
     return None
-
-
-def _kind(head: Head | None) -> str:
-    return "none" if head is None else f"one of type {type(head.module).__name__}"
 
 
 def _by_liger(head: Head, hidden_RC: Tensor, targets_R: Tensor) -> Tensor:
