@@ -22,48 +22,41 @@ from hftune.replay.sentences import (
     plus_minus,
     training_sentence,
 )
+from hftune.reporting.blocks import (
+    Block,
+    Cell,
+    Section,
+    bullets,
+    code,
+    cut,
+    duration,
+    figure,
+    number,
+    plain,
+    section,
+    table,
+    text,
+)
 from hftune.reporting.confusion import confusion
-from hftune.reporting.elements import Figure, Html, cut, duration, element, escape, number, plain, table
-from hftune.reporting.layout import Section, code, layout, section, titled
-from hftune.reporting.sections import curves_section, lower_first, notices, state
+from hftune.reporting.sections import curves_section, lower_first, notices
 
 
-def several_runs(runs: Sequence[RunRecord], are_selected: bool = False) -> Html:
-    """Return the body of the page. Runs ``are_selected`` if they are the best of more: no means over their seeds then."""
-    title = element("div", element("h1", f"Comparison of {len(runs)} runs"), class_="title")
-    entries = [
-        element(
-            "li",
-            swatch(index),
-            element("strong", run.name, dir="auto"),
-            " ",
-            element("span", run.title, dir="auto"),
-            " ",
-            state(run),
-        )
-        for index, run in enumerate(runs)
-    ]
+def comparison_sections(runs: Sequence[RunRecord], are_selected: bool = False) -> list[Section | None]:
+    """Return the sections. Runs ``are_selected`` if they are the best of more: no means over their seeds then."""
     compared = compare(runs)
-    sections = [
+    recipes, facts = [recipe_keys(run) for run in runs], [fact_keys(run) for run in runs]
+    return [
         comparison_section(runs),
         divergences_section(compared),
         chance_section(compared),
         None if are_selected else seeds_section(compared),
         curves_section(runs),
-        differences_section(
-            "Differences of the recipes", runs, [recipe_keys(run) for run in runs], "The recipes are the same."
-        ),
-        differences_section("Other differences", runs, [fact_keys(run) for run in runs], ""),
+        differences_section("Differences of the recipes", runs, recipes, "The recipes are the same."),
+        differences_section("Other differences", runs, facts),
         matrices_section(runs),
         side_by_side_section(runs),
         *(notices(run, f"Notices of {run.name}") for run in runs),
     ]
-    return layout(element("header", title, element("ul", *entries, class_="runs")), sections)
-
-
-def swatch(index: int) -> Html:
-    """Return the mark of a run; report.js gives it the colour of its curves."""
-    return element("span", class_="swatch", data_run=index, aria_hidden="true")
 
 
 def comparison_section(runs: Sequence[RunRecord]) -> Section | None:
@@ -79,12 +72,12 @@ def comparison_section(runs: Sequence[RunRecord]) -> Section | None:
     head += ["steps", "time", "processes"]
     rows = []
     for index, (run, point) in enumerate(zip(runs, points, strict=True)):
-        row: list[Any] = [element("span", swatch(index), element("span", run.name, dir="auto"), class_="run")]
+        row: list[Any] = [Cell("run", run.name, mark=str(index))]
         row += [point[2] if point and point[0] == name else None for name in metrics]
         row.append(point[1] if point else None)
         row += [run.log.curves[key].last() if key in run.log.curves else None for key in keys]
         seconds = run.result.get("seconds")
-        row += [run.log.last_step, Figure(duration(seconds)) if is_number(seconds) else None]
+        row += [run.log.last_step, figure(duration(seconds)) if is_number(seconds) else None]
         row.append(run.facts.get("processes") or run.result.get("world_size"))
         rows.append(row)
     return section("Results", table(head, rows, class_="rows all"))
@@ -95,7 +88,7 @@ def divergences_section(compared: Comparison) -> Section | None:
     if len(compared.pairs) > 1:
         head = ["run", "diverges in step", "verdict", "kind", "difference"]
         rows = [
-            [pair.b, Figure(escape(divergence_step(pair.divergence))), *(verdict(cause) if cause else [None, None, None])]
+            [pair.b, figure(divergence_step(pair.divergence)), *(verdict(cause) if cause else [None, None, None])]
             for pair in compared.pairs
             for cause in [cause for cause in pair.divergence.causes if cause.is_likely] or [None]
         ]
@@ -105,9 +98,9 @@ def divergences_section(compared: Comparison) -> Section | None:
     causes = [verdict(cause) for cause in pair.divergence.causes]
     return section(
         "Where the runs diverge",
-        element("p", divergence_sentences(pair.divergence)),
-        table(["verdict", "kind", "difference"], causes, class_="rows") if causes else None,
-        *(element("p", sentence, class_="note") for sentence in kinds_sentences(pair.divergence)),
+        text(divergence_sentences(pair.divergence)),
+        table(["verdict", "kind", "difference"], causes, class_="rows"),
+        *(text(sentence, "note") for sentence in kinds_sentences(pair.divergence)),
         remarks(compared),
         note=f"A is {pair.a}, B is {pair.b}.",
     )
@@ -115,12 +108,11 @@ def divergences_section(compared: Comparison) -> Section | None:
 
 def verdict(cause: Difference) -> list[Any]:
     """Return the cells of a cause."""
-    mark = element("span", cause.verdict, class_="mark" if cause.is_likely else None)
-    reason = [" ", element("span", f"({cause.reason})", class_="none")] if cause.reason else []
-    return [mark, cause.kind, element("span", element("code", cause.text), *reason)]
+    mark = Cell("verdict", cause.verdict, mark="likely" if cause.is_likely else "")
+    return [mark, cause.kind, Cell("cause", cause.text, mark=cause.reason or "")]
 
 
-def remarks(compared: Comparison) -> Html | None:
+def remarks(compared: Comparison) -> Block | None:
     """Return what runs changed on their way, and what is not known of them."""
     lines = [
         f"{run.name}, from step {step:,} on, after a resume: {'; '.join(changes)}"
@@ -132,7 +124,7 @@ def remarks(compared: Comparison) -> Html | None:
             *run.missing,
             *(f"The ledger of {run.name} is not what was written. {problem}" for problem in run.problems[:1]),
         ]
-    return element("ul", *(element("li", line, dir="auto") for line in lines)) if lines else None
+    return bullets(lines)
 
 
 def chance_section(compared: Comparison) -> Section | None:
@@ -144,15 +136,11 @@ def chance_section(compared: Comparison) -> Section | None:
         [record_of(f"eval/{one.name}").title, one.a, one.b, interval_figure(one.interval), metric_reading(one)]
         for one in pair.evaluation.metrics
     ]
-    loss = (
-        [element("p", with_sign(training_sentence(pair.training)))]
-        if pair.training and pair.divergence.step is not None
-        else []
-    )
-    rows_of = table(["", "A", "B", "B less A, 95 % interval", ""], rows, class_="rows") if rows else None
-    if not loss and rows_of is None:
+    loss = text(with_sign(training_sentence(pair.training))) if pair.training and pair.divergence.step is not None else None
+    if not loss and not rows:
         return None
-    return section("More than chance?", *loss, element("p", evaluation_sentence(pair.evaluation)), rows_of)
+    metrics = table(["", "A", "B", "B less A, 95 % interval", ""], rows, class_="rows")
+    return section("More than chance?", loss, text(evaluation_sentence(pair.evaluation)), metrics)
 
 
 def seeds_section(compared: Comparison) -> Section | None:
@@ -173,21 +161,21 @@ def seeds_section(compared: Comparison) -> Section | None:
     return section(
         "Over the seeds",
         table(["recipe", "seeds", *(record_of(f"eval/{name}").title for name in names)], rows, class_="rows"),
-        titled(f"Less {compared.methods[0].name}", table(head, differences, class_="rows")) if differences else None,
+        table(head, differences, class_="rows", title=f"Less {compared.methods[0].name}"),
         note=f"Mean, and deviation in brackets. An interval takes {MIN_SEEDS} seeds of each.",
     )
 
 
-def interval_figure(interval: Interval | None) -> Figure | None:
-    return None if interval is None else Figure(escape(with_sign(plus_minus(interval))))
+def interval_figure(interval: Interval | None) -> Cell | None:
+    return None if interval is None else figure(with_sign(plus_minus(interval)))
 
 
 def with_sign(text: str) -> str:
     return text.replace("+-", "\N{PLUS-MINUS SIGN}")
 
 
-def mean_figure(values: Sequence[float] | None) -> Figure | None:
-    return None if not values else Figure(escape(mean_and_deviation(values, number)))
+def mean_figure(values: Sequence[float] | None) -> Cell | None:
+    return figure(mean_and_deviation(values, number)) if values else None
 
 
 def recipe_keys(run: RunRecord) -> dict[str, Any]:
@@ -204,42 +192,32 @@ def fact_keys(run: RunRecord) -> dict[str, Any]:
 
 
 def differences_section(
-    title: str, runs: Sequence[RunRecord], values: Sequence[Mapping[str, Any]], same: str
+    title: str, runs: Sequence[RunRecord], values: Sequence[Mapping[str, Any]], same: str = ""
 ) -> Section | None:
     """Return a table of the keys whose values differ."""
-    keys = list(dict.fromkeys(key for one in values for key in one))
-    absent = object()
-    rows: list[list[Any]] = []
-    for key in keys:
-        found = [one.get(key, absent) for one in values]
-        if len({plain(value) if value is not absent else "" for value in found}) > 1:
-            cells = [
-                element("span", "\N{EN DASH}", class_="none") if value is absent else code(scalar(value)) for value in found
-            ]
-            rows.append([code(key), *cells])
+    rows = []
+    for key in dict.fromkeys(key for one in values for key in one):
+        found = [scalar(one[key]) if key in one else None for one in values]
+        if len({*found}) > 1:
+            rows.append([code(key), *(Cell("absent", "") if value is None else code(value) for value in found)])
     if not rows:
-        return section(title, element("p", same, class_="empty")) if same and any(values) else None
+        return section(title, text(same, "empty")) if same and any(values) else None
     class_ = "differences" if len(runs) == 2 else "differences rows"  # more columns do not fit on a phone
     return section(title, table(["key", *(run.name for run in runs)], rows, class_=class_))
 
 
 def scalar(value: Any) -> str:
     """Return a value as a recipe has it."""
-    return cut(value if isinstance(value, str) and value else plain(value), 200)
+    return cut(plain(value), 200) if value != "" else '""'
 
 
 def matrices_section(runs: Sequence[RunRecord]) -> Section | None:
     cards = [
-        element(
-            "div",
-            element("h3", swatch(index), run.name),
-            confusion(run.log.matrices["eval"][1], run.class_names),
-            class_="card",
-        )
+        confusion(run.log.matrices["eval"][1], run.class_names) | {"index": index, "name": run.name}
         for index, run in enumerate(runs)
         if "eval" in run.log.matrices
     ]
-    return section("Confusion matrices", element("div", *cards, class_="cards")) if cards else None
+    return section("Confusion matrices", {"kind": "cards", "cards": cards} if cards else None)
 
 
 def side_by_side_section(runs: Sequence[RunRecord]) -> Section | None:

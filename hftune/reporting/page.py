@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader
+
 from hftune.checkpoints.atomic_files import write_text
 from hftune.replay.run_record import read_run, run_names
+from hftune.reporting.blocks import cut, number, plain
 from hftune.reporting.charts import chart_data, make_charts
-from hftune.reporting.comparison import several_runs
-from hftune.reporting.elements import Html, cut, escape
-from hftune.reporting.sections import one_run
+from hftune.reporting.comparison import comparison_sections
+from hftune.reporting.sections import key_facts, sections_of
 from hftune.tracking.console import warning
 
 REPORT = "report.html"
-SLOW_S, SHARE = 0.5, 0.05
+SCRIPTS = ("uPlot.iife.min.js", "report.js")
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+"""Characters that HTML does not allow."""
+SLOW_S, MAX_SHARE = 0.5, 0.05
 """A report that takes longer, as that of a million lines, is written so rarely that it takes this share of the time."""
 
 
@@ -51,7 +59,7 @@ class Reporter:
             self._has_failed = True
         seconds = time.monotonic() - began
         if seconds > SLOW_S:
-            self._not_before = began + seconds / SHARE
+            self._not_before = began + seconds / MAX_SHARE
 
 
 def write_report(folder: Path) -> Path:
@@ -64,41 +72,44 @@ def write_report(folder: Path) -> Path:
 def page(folders: Sequence[Path], are_selected: bool = False) -> str:
     """Return the page of one run, or of several side by side, as HTML.
 
+    Its policy forbids the browser every request, and every script but our two.
+
     Args:
         are_selected: whether these are the best of more runs: then their means over the seeds would be too good.
     """
     runs = [read_run(folder, name) for folder, name in zip(folders, run_names(folders), strict=True)]
-    body = one_run(runs[0]) if len(runs) == 1 else several_runs(runs, are_selected)
-    title = runs[0].title if len(runs) == 1 else f"Comparison: {', '.join(run.name for run in runs)}"
-    text = document(title, body, chart_data(runs, make_charts(runs)))
+    sections = sections_of(runs[0]) if len(runs) == 1 else comparison_sections(runs, are_selected)
+    assets = {path.name: path.read_text(encoding="utf-8") for path in (files("hftune.reporting") / "assets").iterdir()}
+    digests = (hashlib.sha256(assets[name].encode()).digest() for name in SCRIPTS)
+    hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    data = json.dumps(chart_data(runs, make_charts(runs)), separators=(",", ":"), allow_nan=False)
+    template = environment().get_template("page.html")
+    text = template.render(
+        title=runs[0].title if len(runs) == 1 else f"Comparison: {', '.join(run.name for run in runs)}",
+        runs=runs,
+        key_facts=key_facts(runs[0]) if len(runs) == 1 else [],
+        sections=[section for section in sections if section],
+        policy=f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {hashes}",
+        assets=assets,
+        data=data.replace("<", "\\u003c"),  # so that no text can end the script element
+        written=f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
+    )
     return text.encode("utf-8", "replace").decode("utf-8")  # a text may hold half a surrogate pair, which no file can
 
 
-def document(title: str, body: Html, data: Mapping[str, Any]) -> str:
-    """Return the page around its body. Its policy forbids the browser every request, and every script but our two."""
-    library, script = asset("uPlot.iife.min.js"), asset("report.js")
-    hashes = " ".join(
-        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in (library, script)
+@functools.cache  # compiling the templates takes as long as filling them in
+def environment() -> Environment:
+    """Return what fills in the templates: every text is escaped, and has no characters that HTML does not allow."""
+    found = Environment(
+        loader=PackageLoader("hftune.reporting"), autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=allowed
     )
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {hashes}"
-    # No "<" in the data, so that no text can end the script element.
-    json_text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    head = [
-        '<meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        '<meta name="color-scheme" content="light dark">',
-        '<link rel="icon" href="data:,">',
-        f"<title>{escape(cut(title, 100))}</title>",
-        f"<style>{asset('uPlot.min.css')}{asset('report.css')}</style>",
-    ]
-    scripts = [
-        f'<script type="application/json" id="data">{json_text}</script>',
-        f"<script>{library}</script>",
-        f"<script>{script}</script>",
-    ]
-    return "\n".join(["<!doctype html>", '<html lang="en">', *head, body, *scripts, "</html>", ""])
+    found.filters |= {"number": number, "cut": cut, "plain": plain, "percent": percent}
+    return found
 
 
-def asset(name: str) -> str:
-    return (files("hftune.reporting") / "assets" / name).read_text(encoding="utf-8")
+def allowed(value: Any) -> Any:
+    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", value) if type(value) is str else value
+
+
+def percent(share: float | None) -> str:
+    return "\N{EN DASH}" if share is None else f"{share:.0%}"

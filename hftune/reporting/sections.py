@@ -1,32 +1,34 @@
-"""The page of one run: its header, and a function for each section."""
+"""The page of one run: the facts of its header, and a function for each section."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hftune.metrics.records import place_of, record_of
 from hftune.replay.metrics_log import is_number
 from hftune.replay.run_record import Images, RunRecord, flat, mapping
-from hftune.reporting.charts import make_charts, notes_on_curves, point_limit
-from hftune.reporting.confusion import confusion
-from hftune.reporting.elements import (
-    Figure,
-    Html,
+from hftune.reporting.blocks import (
+    Block,
+    Cell,
+    Section,
+    bullets,
+    code,
     cut,
     duration,
-    element,
-    facts_list,
-    image_uri,
-    join,
+    facts,
     millions,
     moment,
     number,
-    plain,
     quantity,
+    section,
     table,
+    text,
 )
-from hftune.reporting.layout import Section, code, copyable, folded, layout, section, titled
+from hftune.reporting.charts import make_charts, notes_on_curves, point_limit
+from hftune.reporting.confusion import confusion, data_uri
 
 OPEN_ROWS = 10
 """Rows with large errors that are shown at once; the others unfold."""
@@ -34,12 +36,14 @@ IMAGES = 12
 """Samples of an evaluation that are shown, each at most IMAGE_WIDTH pixels wide."""
 IMAGE_WIDTH = 640
 SMALL_IMAGE, LARGE_IMAGE = 150, 480
+IMAGE_BYTES = 40_000
+"""PNG files up to this size are embedded as they are; greater ones as JPEG."""
 EARLIER_EVALUATIONS = 4
 """Evaluations before the last whose images are shown, too: spread from the first on."""
 
 
-def one_run(run: RunRecord) -> Html:
-    sections = [
+def sections_of(run: RunRecord) -> list[Section | None]:
+    return [
         notices(run),
         curves_section([run]),
         results_section(run),
@@ -51,51 +55,24 @@ def one_run(run: RunRecord) -> Html:
         setup_section(run),
         recipe_section(run),
     ]
-    return layout(header(run), sections)
-
-
-def header(run: RunRecord) -> Html:
-    name = element("p", str(run.folder), class_="path", dir="auto")
-    title = element("div", element("h1", run.title, dir="auto"), state(run), class_="title")
-    tiles = [
-        element("div", element("dt", label), element("dd", value, note and element("small", note)))
-        for label, value, note in key_facts(run)
-    ]
-    return element("header", title, name, element("dl", *tiles, class_="tiles"))
-
-
-def state(run: RunRecord) -> Html:
-    """Return a mark that says whether the run is finished, or how far it is."""
-    num_steps = run.facts.get("num_steps")
-    if run.is_finished:
-        return element("span", "Finished", class_="state finished")
-    if not run.log.last_step:
-        return element("span", "No step logged yet", class_="state")
-    of = f" of {num_steps:,}" if isinstance(num_steps, int) else ""
-    return element(
-        "span",
-        f"Step {run.log.last_step:,}{of}",
-        class_="state running",
-        title="It was not finished when this page was written.",
-    )
 
 
 def key_facts(run: RunRecord) -> list[tuple[str, str, str]]:
     """Return the facts of the header: what it is, its value, and a remark. Those that are not known are left out."""
-    facts: list[tuple[str, str, str]] = []
+    found: list[tuple[str, str, str]] = []
     if point := run.best_point():
         metric, step, value = point
         name = lower_first(record_of(f"eval/{metric}").title)
-        facts.append((f"Best {name}", quantity(value, record_of(metric).unit), f"at step {step:,}"))
+        found.append((f"Best {name}", quantity(value, record_of(metric).unit).text, f"at step {step:,}"))
         if is_number(test := mapping(run.result.get("test")).get(metric)):
-            facts.append((f"Test {name}", quantity(test, record_of(metric).unit), "of the best model"))
+            found.append((f"Test {name}", quantity(test, record_of(metric).unit).text, "of the best model"))
     if run.log.last_step:
         epochs = run.log.last_step * run.log.epochs_per_step
-        facts.append(("Steps", f"{run.log.last_step:,}", f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}" if epochs else ""))
+        found.append(("Steps", f"{run.log.last_step:,}", f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}" if epochs else ""))
     if is_number(seconds := run.result.get("seconds")):
-        facts.append(("Time", duration(seconds), "with evaluations"))
+        found.append(("Time", duration(seconds), "with evaluations"))
     if (speed := run.log.curves.get("perf/samples_per_s")) and speed.finite().size:
-        facts.append(("Samples/s", number(float(speed.finite().mean())), "mean while training"))
+        found.append(("Samples/s", number(float(speed.finite().mean())), "mean while training"))
     processes = run.facts.get("processes") or run.result.get("world_size")
     if processes:
         nodes = run.facts.get("nodes")
@@ -103,16 +80,16 @@ def key_facts(run: RunRecord) -> list[tuple[str, str, str]]:
         remark = ", ".join(
             filter(None, [device and f"on {device}", f"{nodes} nodes" if isinstance(nodes, int) and nodes > 1 else ""])
         )
-        facts.append(("Processes", str(processes), remark))
+        found.append(("Processes", str(processes), remark))
     if is_number(count := run.facts.get("parameters")):
         trainable = run.facts.get("trainable_parameters")
         is_partial = is_number(trainable) and trainable != count
-        facts.append(("Parameters", millions(count), f"{millions(trainable)} trainable" if is_partial else ""))
+        found.append(("Parameters", millions(count), f"{millions(trainable)} trainable" if is_partial else ""))
     sizes = {split: about.get("samples") for split, about in data_of(run).items()}
     if is_number(train := sizes.get("train")):
         others = ", ".join(f"{size:,} {split}" for split, size in sizes.items() if split != "train" and is_number(size))
-        facts.append(("Training samples", f"{train:,}", others))
-    return facts
+        found.append(("Training samples", f"{train:,}", others))
+    return found
 
 
 def lower_first(title: str) -> str:
@@ -129,15 +106,14 @@ def notices(run: RunRecord, title: str = "Notices") -> Section | None:
     """Return what a reader should know: the run's own notices, and where its numbers were not finite."""
     told = run.facts.get("notices")
     lines = [*(told if isinstance(told, list) else []), *notes_on_curves(run)]
-    items = [element("li", line if isinstance(line, str) else plain(line), dir="auto") for line in lines]
-    return section(title, element("ul", *items) if items else None, class_="notices")
+    return section(title, bullets(lines), class_="notices")
 
 
 def curves_section(runs: Sequence[RunRecord]) -> Section | None:
     """Return the controls and the place for the charts."""
     charts = make_charts(runs)
     if not charts:
-        return section("Curves", element("p", "Nothing has been logged yet.", class_="empty"))
+        return section("Curves", text("Nothing has been logged yet.", "empty"))
     limit, longest = point_limit(charts), max(len(line.curve) for chart in charts for line in chart.lines)
     note = "Drag to zoom, double-click to see everything again; arrow keys move the cursor of a chart that has the focus."
     if longest > limit:
@@ -145,28 +121,7 @@ def curves_section(runs: Sequence[RunRecord]) -> Section | None:
             f" Curves of more than {limit:,} points (the longest has {longest:,}) are thinned: of each stretch its least and "
             "its greatest value are kept."
         )
-    smoothing = element(
-        "label", "Smoothing ", element("input", id="smoothing", type="range", min=0, max=0.99, step=0.01, value=0),
-        element("output", "0", id="smoothed"),
-    )  # fmt: skip
-    choices = [
-        switch("scale", "Scale", {"linear": "Linear", "log": "Log"}),
-        switch("axis", "Horizontal axis", {"step": "Steps", "epoch": "Epochs"}),
-        smoothing,
-        element("button", "Reset zoom", id="reset", type="button", disabled=True),
-    ]
-    bar = element("div", *choices, class_="bar", role="toolbar", aria_label="Curves")
-    without = element("noscript", element("p", "The curves need JavaScript. The tables below do not.", class_="empty"))
-    return section("Curves", bar, element("div", id="charts"), without, note=note)
-
-
-def switch(name: str, label: str, choices: Mapping[str, str]) -> Html:
-    """Return a group of buttons of which one is pressed, at first the first."""
-    buttons = [
-        element("button", text, type="button", data_value=value, aria_pressed=str(index == 0).lower())
-        for index, (value, text) in enumerate(choices.items())
-    ]
-    return element("span", *buttons, class_="switch", id=name, role="group", aria_label=label)
+    return section("Curves", {"kind": "curves"}, note=note)
 
 
 def results_section(run: RunRecord) -> Section | None:
@@ -177,7 +132,7 @@ def results_section(run: RunRecord) -> Section | None:
     if not keys and not tests:
         is_off = run.recipe.get("eval.every") == "never"
         reason = "This run does not evaluate (eval.every=never)." if is_off else "There has been no evaluation yet."
-        return section("Results", element("p", reason, class_="empty"))
+        return section("Results", text(reason, "empty"))
     last = max((step for key in keys for step in log.curves[key].steps), default=None)
     point = run.best_point()
     best = point[1] if point and point[1] != last else None
@@ -188,23 +143,13 @@ def results_section(run: RunRecord) -> Section | None:
     head += ["test, best model"] if tests else []
     rows = []
     for name in names:
-        unit = record_of(name).unit
-
-        def shown(value: float | None, unit: str = unit) -> Figure | None:
-            return None if value is None else quantity(value, unit)
-
-        row: list[Any] = [metric_name(f"eval/{name}", is_chosen=bool(point) and name == point[0])]
-        row += [shown(log.value_at(f"eval/{name}", best))] if best is not None else []
-        row += [shown(log.value_at(f"eval/{name}", last))] if keys else []
-        row += [shown(tests[name].last() if name in tests else None)] if tests else []
-        rows.append(row)
+        chosen = "picks the best model" if point and name == point[0] else ""
+        known = record_of(f"eval/{name}")
+        values = [log.value_at(f"eval/{name}", best)] if best is not None else []
+        values += [log.value_at(f"eval/{name}", last)] if keys else []
+        values += [tests[name].last() if name in tests else None] if tests else []
+        rows.append([Cell("metric", known.title, f"eval/{name}", chosen), *(quantity(value, known.unit) for value in values)])
     return section("Results", table(head, rows))
-
-
-def metric_name(key: str, is_chosen: bool = False) -> Html:
-    """Return the title of a metric, its key, and whether it picks the best model."""
-    chosen = element("span", "picks the best model", class_="mark") if is_chosen else ""
-    return element("span", record_of(key).title, " ", chosen, title=key)
 
 
 def confusion_section(run: RunRecord) -> Section | None:
@@ -239,18 +184,20 @@ def predictions_section(run: RunRecord) -> Section | None:
     """Return the rows with the largest errors, and the first ones."""
     found = run.predictions
     of = f"of {'the first ' if not found.is_whole else ''}{found.num_rows:,}"
-    parts = []
     first = f"The first {len(found.first)} {of}"
-    if worst := found.worst:
-        parts += [element("h3", f"Largest errors: {len(worst)} {of}"), rows_table(run, worst[:OPEN_ROWS])]
-        parts += [folded(f"{len(worst) - OPEN_ROWS} more", rows_table(run, worst[OPEN_ROWS:]))] if worst[OPEN_ROWS:] else []
-        parts += [folded(first, rows_table(run, found.first))] if found.num_rows > len(worst) else []
-    elif found.first:
-        parts += [element("h3", first), rows_table(run, found.first)]
-    return section("Predictions", *parts, note="Rows of the last evaluation; predictions.jsonl has all of them.")
+    worst = found.worst
+    if not worst:
+        blocks = [rows_table(run, found.first, title=first)]
+    else:
+        blocks = [
+            rows_table(run, worst[:OPEN_ROWS], title=f"Largest errors: {len(worst)} {of}"),
+            rows_table(run, worst[OPEN_ROWS:], fold=f"{len(worst) - OPEN_ROWS} more"),
+            rows_table(run, found.first if found.num_rows > len(worst) else [], fold=first),
+        ]
+    return section("Predictions", *blocks, note="Rows of the last evaluation; predictions.jsonl has all of them.")
 
 
-def rows_table(run: RunRecord, rows: Sequence[Mapping[str, Any]]) -> Html:
+def rows_table(run: RunRecord, rows: Sequence[Mapping[str, Any]], title: str = "", fold: str = "") -> Block | None:
     """Return rows with the columns that any of them has; class numbers become names."""
     names, columns = run.class_names, list(dict.fromkeys(key for row in rows for key in row))
 
@@ -260,7 +207,7 @@ def rows_table(run: RunRecord, rows: Sequence[Mapping[str, Any]]) -> Html:
 
     head = [column.replace("_", " ") for column in columns]
     values = [[shown(column, row.get(column)) for column in columns] for row in rows]
-    return table(head, values, class_="rows")
+    return table(head, values, class_="rows", title=title, fold=fold)
 
 
 def images_section(run: RunRecord) -> Section | None:
@@ -271,29 +218,43 @@ def images_section(run: RunRecord) -> Section | None:
     if len(earlier) > EARLIER_EVALUATIONS:
         places = [round(index * (len(earlier) - 1) / (EARLIER_EVALUATIONS - 1)) for index in range(EARLIER_EVALUATIONS)]
         earlier = [earlier[place] for place in places]
-    parts = [element("h3", f"After step {last.step:,}"), gallery(run, last, IMAGES)]
-    for images in reversed(earlier):
-        shown = gallery(run, images, 4)
-        parts.append(folded(f"After step {images.step:,}", shown))
-    return section("Images", *parts)
+    blocks = [gallery(run, last, IMAGES) | {"title": f"After step {last.step:,}"}]
+    blocks += [gallery(run, images, 4) | {"fold": f"After step {images.step:,}"} for images in reversed(earlier)]
+    return section("Images", *blocks)
 
 
-def gallery(run: RunRecord, images: Images, count: int) -> Html:
+def gallery(run: RunRecord, images: Images, count: int) -> Block:
     """Return the first images of an evaluation with captions."""
-    figures = []
+    found = []
     for index, path in enumerate(images.paths[:count]):
-        found = image_uri(path, IMAGE_WIDTH)
-        if found is None:
-            continue
-        uri, (width, height) = found
-        what = f"All samples of step {images.step:,}" if images.is_grid else f"Sample {path.stem}"
-        caption = element("figcaption", what, element("small", image_facts(run, images, index), dir="auto"))
-        image = element("img", src=uri, alt=f"{what} after step {images.step:,}", width=width, height=height)
-        shown = min(max(SMALL_IMAGE, 4 * width), LARGE_IMAGE)  # pixels on the page: small images are enlarged
-        figures.append(element("figure", image, caption, style=f"width: {shown}px"))
+        if (embedded := image_uri(path)) is not None:
+            uri, (width, height) = embedded
+            what = f"All samples of step {images.step:,}" if images.is_grid else f"Sample {path.stem}"
+            shown = min(max(SMALL_IMAGE, 4 * width), LARGE_IMAGE)  # pixels on the page: small images are enlarged
+            own = {"what": what, "facts": image_facts(run, images, index), "shown": shown}
+            found.append({"uri": uri, "width": width, "height": height, **own})
     left = len(images.paths) - count
-    more = [element("p", f"{left:,} more in {images.paths[0].parent}.", class_="note")] if left > 0 else []
-    return join([element("div", *figures, class_="gallery"), *more])
+    more = f"{left:,} more in {images.paths[0].parent}." if left > 0 else ""
+    return {"kind": "gallery", "images": found, "step": images.step, "more": more}
+
+
+def image_uri(path: Path) -> tuple[str, tuple[int, int]] | None:
+    """Return a data URI of an image at most IMAGE_WIDTH pixels wide, and its original size; None if it cannot be read."""
+    from PIL import Image
+
+    try:
+        data = path.read_bytes()
+        with Image.open(io.BytesIO(data)) as image:
+            size = image.size
+            if len(data) <= IMAGE_BYTES and size[0] <= IMAGE_WIDTH and image.format == "PNG":
+                return data_uri("png", data), size
+            image = image.convert("RGB")
+            image.thumbnail((IMAGE_WIDTH, 4 * IMAGE_WIDTH))
+            buffer = io.BytesIO()
+            image.save(buffer, "JPEG", quality=85)
+    except (OSError, ValueError, Image.DecompressionBombError):  # removed, or being written
+        return None
+    return data_uri("jpeg", buffer.getvalue()), size
 
 
 def image_facts(run: RunRecord, images: Images, index: int) -> str:
@@ -313,10 +274,12 @@ def speed_section(run: RunRecord) -> Section | None:
     parts = [key for key in keys if key.count("/") > 1]  # of one process or host each
     shown = [key for key in keys if key not in parts or len(parts) <= OPEN_ROWS]
     head = ["", "mean", "min", "max", "last"]
-    content = [table(head, [speed_row(run, key) for key in shown])] if shown else []
-    if len(parts) > OPEN_ROWS:
-        content.append(folded("Each process and host", table(head, [speed_row(run, key) for key in parts])))
-    return section("Speed and memory", *content)
+    unfolded = [speed_row(run, key) for key in parts] if len(parts) > OPEN_ROWS else []
+    return section(
+        "Speed and memory",
+        table(head, [speed_row(run, key) for key in shown]),
+        table(head, unfolded, fold="Each process and host"),
+    )
 
 
 def speed_row(run: RunRecord, key: str) -> list[Any]:
@@ -325,48 +288,52 @@ def speed_row(run: RunRecord, key: str) -> list[Any]:
     is_within = unit in ("", "%", "B")  # other units stand once, beside the name
     name = f"{record_of(key).title}{f', {part}' if part else ''}{'' if is_within else f' ({unit})'}"
     numbers = (values.mean(), values.min(), values.max(), values[-1])
-    return [element("span", name, title=key), *(quantity(float(value), unit if is_within else "") for value in numbers)]
+    return [Cell("metric", name, key), *(quantity(float(value), unit if is_within else "") for value in numbers)]
 
 
 def setup_section(run: RunRecord) -> Section | None:
     """Return what was trained on what, by which versions."""
-    recipe, facts = run.recipe, run.facts
+    recipe, known = run.recipe, run.facts
     chosen = {
         "Task": recipe.get("task.type"),
         "Model": recipe.get("task.model"),
-        "Class of the model": facts.get("model"),
+        "Class of the model": known.get("model"),
         "Data set": recipe.get("task.dataset"),
         "Epochs": recipe.get("train.epochs"),
-        "Steps": facts.get("num_steps"),
-        "Steps per epoch": facts.get("steps_per_epoch"),
+        "Steps": known.get("num_steps"),
+        "Steps per epoch": known.get("steps_per_epoch"),
         "Global batch": recipe.get("train.batch_size"),
         "Learning rate": recipe.get("train.lr"),
         "Schedule": recipe.get("train.schedule"),
         "Optimizer": recipe.get("train.optimizer"),
-        "Precision": facts.get("precision", recipe.get("train.mixed_precision")),
+        "Precision": known.get("precision", recipe.get("train.mixed_precision")),
         "Seed": recipe.get("seed"),
-        "Started": moment(facts.get("started")),
-        "Processes": facts.get("processes"),
-        "Nodes": facts.get("nodes"),
-        "Device": facts.get("device"),
+        "Started": moment(known.get("started")),
+        "Processes": known.get("processes"),
+        "Nodes": known.get("nodes"),
+        "Device": known.get("device"),
     }
     data = [[split, about.get("samples"), code(about.get("digest"))] for split, about in data_of(run).items()]
-    commits = mapping(facts.get("commits") or run.result.get("commits"))
-    git = mapping(facts.get("git"))
+    commits = mapping(known.get("commits") or run.result.get("commits"))
+    git = mapping(known.get("git"))
     if git.get("commit"):
         commits = {**commits, "code": f"{git['commit']}{', with changes' if git.get('is_dirty') else ''}"}
-    versions = mapping(facts.get("versions") or run.result.get("versions"))
-    parts = [
-        facts_list(chosen) if any(chosen.values()) else None,
-        titled("Command", copyable(str(facts["command"]))) if facts.get("command") else None,
-        titled("Data", table(["split", "samples", "digest"], data)) if data else None,
-        titled("Commits", facts_list({name: code(value) for name, value in flat(commits).items()})) if commits else None,
-        titled("Versions", facts_list(flat(versions))) if versions else None,
-    ]
-    return section("Setup", *parts)
+    versions = mapping(known.get("versions") or run.result.get("versions"))
+    return section(
+        "Setup",
+        facts("", chosen),
+        source(str(known["command"])) | {"title": "Command"} if known.get("command") else None,
+        table(["split", "samples", "digest"], data, title="Data"),
+        facts("Commits", {name: code(value) for name, value in flat(commits).items()}),
+        facts("Versions", flat(versions)),
+    )
+
+
+def source(value: str) -> Block:
+    """Return a text as it stands, with a button that copies it."""
+    return {"kind": "source", "text": value}
 
 
 def recipe_section(run: RunRecord) -> Section | None:
-    if not run.recipe_text:
-        return None
-    return section("Recipe", folded(f"recipe.yaml, {len(run.recipe_text.splitlines())} lines", copyable(run.recipe_text)))
+    lines = len(run.recipe_text.splitlines())
+    return section("Recipe", source(run.recipe_text) | {"fold": f"recipe.yaml, {lines} lines"}) if lines else None

@@ -43,7 +43,14 @@ def test_wheel_says_its_licence_and_that_it_is_typed(wheel):
     info = f"hftune-{hftune.__version__}.dist-info"
     assert files.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
     assert "hftune/py.typed" in files.namelist()
-    assert {f"hftune/reporting/assets/{name}" for name in ("report.js", "report.css", "uPlot.LICENSE")} <= {*files.namelist()}
+    of_reports = (
+        "assets/report.js",
+        "assets/report.css",
+        "assets/uPlot.LICENSE",
+        "templates/page.html",
+        "templates/blocks.html",
+    )
+    assert {f"hftune/reporting/{name}" for name in of_reports} <= {*files.namelist()}
     metadata = email.message_from_bytes(files.read(f"{info}/METADATA"))
     assert metadata["License-Expression"] == "Apache-2.0 AND MIT"  # MIT: uPlot
     assert metadata.get_all("License-File") == ["LICENSE", "hftune/reporting/assets/uPlot.LICENSE"]

@@ -16,8 +16,8 @@ from hftune.checkpoints.output_dir import start_folder
 from hftune.replay.metrics_log import Curve
 from hftune.replay.run_record import read_run, run_names
 from hftune.reporting import page as report
+from hftune.reporting.blocks import duration, millions, number
 from hftune.reporting.charts import make_charts
-from hftune.reporting.elements import duration, millions, number
 from hftune.reporting.page import Reporter, page, write_report
 
 ASSETS = Path(report.__file__).parent / "assets"

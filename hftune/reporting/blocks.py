@@ -1,0 +1,151 @@
+"""What pages are made of: sections of tables, texts and images as plain data, which templates turn into HTML. Knows no run."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from hftune.replay.metrics_log import is_number
+
+LONGEST_TEXT, SHORT_TEXT = 600, 40
+"""Characters of a text that are shown at most; of one that has room beside others on a phone."""
+SIZES = ((1e12, "T", "trillion"), (1e9, "G", "billion"), (1e6, "M", "million"), (1e3, "k", ""))
+Block = dict[str, Any]
+"""A piece of a section: its ``kind`` is that of a macro in templates/blocks.html, which gets it."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value of a table with a form of its own, a macro in templates/blocks.html. Others are shown by their type."""
+
+    form: str
+    text: str
+    title: str = ""
+    mark: str = ""
+
+
+@dataclass
+class Section:
+    """A part of the page with a heading, which the list of sections leads to."""
+
+    title: str
+    blocks: Sequence[Block]
+    note: str = ""
+    class_: str = ""
+
+    @property
+    def anchor(self) -> str:
+        return re.sub(r"\W+", "-", self.title.lower())
+
+
+def section(title: str, *blocks: Block | None, note: str = "", class_: str = "") -> Section | None:
+    """Return a section; None if it has no content."""
+    found = [block for block in blocks if block]
+    return Section(title, found, note, class_) if found else None
+
+
+def text(value: str, class_: str = "") -> Block:
+    return {"kind": "paragraph", "text": value, "class_": class_}
+
+
+def table(
+    head: Sequence[Any], rows: Sequence[Sequence[Any]], class_: str = "", title: str = "", fold: str = ""
+) -> Block | None:
+    """Return a table; None without rows. Numbers are right-aligned; of the class "rows", on a phone each row becomes a card.
+
+    Args:
+        title: a heading above it.
+        fold: what unfolds it.
+    """
+    kinds = [column_kind([row[column] for row in rows]) for column in range(len(head))]
+    found = {"kind": "table", "head": head, "rows": rows, "kinds": kinds, "class_": class_, "title": title, "fold": fold}
+    return found if rows else None
+
+
+def column_kind(values: Sequence[Any]) -> str:
+    """Return the class of a column: "number", "long" if it has a long text, or none."""
+    if values and all(value is None or getattr(value, "form", "") == "figure" or is_number(value) for value in values):
+        return "number"
+    return "long" if any(isinstance(value, str) and len(value) > SHORT_TEXT for value in values) else ""
+
+
+def facts(title: str, values: Mapping[str, Any]) -> Block | None:
+    """Return names and values; those without a value are left out."""
+    shown = {name: value for name, value in values.items() if value not in (None, "", [], {})}
+    return {"kind": "facts", "values": shown, "title": title} if shown else None
+
+
+def bullets(lines: Iterable[Any]) -> Block | None:
+    lines = [line if isinstance(line, str) else plain(line) for line in lines]
+    return {"kind": "bullets", "lines": lines} if lines else None
+
+
+def code(value: Any) -> Cell | None:
+    return Cell("code", str(value)) if value else None
+
+
+def figure(value: str) -> Cell:
+    """Return a text that belongs in a column of numbers, such as "35.6 %"."""
+    return Cell("figure", value)
+
+
+def number(value: float) -> str:
+    """Format a number for reading, with four digits, since runs are compared: 0.8312, 0.7500, 31.50, 1,234, 2.40e-05."""
+    size = abs(value)
+    if size == 0 or (isinstance(value, int) and size < 10**15):
+        return f"{value:,.0f}"
+    if size >= 1e6 or size < 1e-3 or not math.isfinite(value):
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:#.4g}".rstrip(".")
+
+
+def quantity(value: float | None, unit: str) -> Cell | None:
+    """Format a number with its unit; "%" is of a share, and bytes are counted in GB and the like, as in the curves."""
+    if value is None:
+        return None
+    if unit == "B":
+        size, prefix, _ = next((known for known in SIZES if abs(value) >= known[0]), (1.0, "", ""))
+        return figure(f"{value / size:.3g} {prefix}B")
+    return figure(f"{100 * value:.3g} %" if unit == "%" else f"{number(value)} {unit}".rstrip())
+
+
+def plain(value: Any) -> str:
+    """Return any value on one line, as JSON has it; a text as it is."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def cut(value: str, length: int = LONGEST_TEXT) -> str:
+    """Return a text, its end left out if it is too long."""
+    return value if len(value) <= length else f"{value[: length - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds for reading: 8.2 s, 3 min 12 s, 2 h 05 min, 3 d 4 h."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24} d {hours % 24} h"
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def moment(value: Any) -> str | None:
+    """Format a time as run.json has it: 2026-11-22 18:30 UTC; None if it is none."""
+    try:
+        then = datetime.fromisoformat(str(value))
+    except ValueError:
+        return None
+    zone = then.strftime("%Z")
+    return f"{then:%Y-%m-%d %H:%M} {'UTC' if zone.startswith('UTC+00') else zone}".rstrip()
+
+
+def millions(count: float) -> str:
+    """Format a great number for reading: 109.5 million."""
+    size, _, name = next((known for known in SIZES if count >= known[0]), (1.0, "", ""))
+    return f"{count / size:.4g} {name}" if name else f"{count:,.0f}"
