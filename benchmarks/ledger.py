@@ -24,6 +24,7 @@ from record import parse_options, print_table, save
 
 from hftune import Recipe, train
 from hftune.batch_plan import BatchPlan, format_digest, samples_digest
+from hftune.callbacks import Step, Wishes
 from hftune.models.weights import weights_digest
 from hftune.replay.audit import audit
 from hftune.replay.engine import Replayer
@@ -75,17 +76,17 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
 
 def cost_in_training(folder: Path, steps: int) -> float:
     """Train, and return the median seconds that the line of a step takes."""
-    original, seconds = Ledger.note, []
+    original, seconds = Ledger.on_step, []
 
-    def note(*arguments: Any, **results: Any) -> None:
-        seconds.append(timed(lambda: original(*arguments, **results))[0])
+    def on_step(ledger: Ledger, step: Step) -> None:
+        seconds.append(timed(lambda: original(ledger, step))[0])
 
-    Ledger.note = note
+    Ledger.on_step = on_step
     try:
         kept = (f"checkpoint.every={max(1, steps // 4)}", "checkpoint.keep=9")
         train(Recipe.load("yelp_demo", f"train.max_steps={steps}", "eval.every=never", *kept, f"output_dir={folder}"))
     finally:
-        Ledger.note = original
+        Ledger.on_step = original
     return median(seconds)
 
 
@@ -113,17 +114,20 @@ def replay(folder: Path, step: int) -> dict[str, Any]:
 def write(folder: Path, steps: int) -> float:
     """Write a ledger of a run over 32,000 samples, and return the mean seconds that a line takes."""
     plan, ledger, taken = BatchPlan(32_000, 32), Ledger(folder / "ledger.jsonl"), 0.0
-    ledger.begin(0, {"world_size": 1, **plan_facts(plan)})
+    ledger.start(0, {"world_size": 1, **plan_facts(plan)})
     for epoch in range(-(-steps // plan.num_steps)):
         order_N = plan.epoch(epoch).order_N
         for place in range(min(plan.num_steps, steps - epoch * plan.num_steps)):
             digest = format_digest(*samples_digest(order_N[place * 32 : (place + 1) * 32]))
             step = epoch * plan.num_steps + place + 1
-            results = {"loss": 1 / step, "grad_norm": 1 + 1 / step, "lr": 1e-3 / step, "items": 32.0}
+            results = {"loss": 1 / step, "grad_norm": 1 + 1 / step, "lr": 1e-3 / step, "num_items": 32.0}
+            record = Step(
+                step=step, epoch=0.0, wishes=Wishes({}), place=(epoch, place), num_samples=32, digest=digest, **results
+            )
             began = time.perf_counter()
-            ledger.note(step, epoch, place, num_samples=32, digest=digest, **results)
+            ledger.on_step(record)
             taken += time.perf_counter() - began
-    ledger.close()
+    ledger.file.close()
     return taken / steps
 
 

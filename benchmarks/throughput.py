@@ -273,6 +273,7 @@ class ByHftune(Contender):
             strategy.forward_backward(batch, self.recipe.seed, step)
             strategy.report(strategy.clip_grad_norm(config.clip_norm))
             strategy.optimizer_step(config.lr)
+            strategy.clear_gradient()
         return since(began)
 
 

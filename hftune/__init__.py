@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.3.0"
 __all__ = [
+    "Callback",
     "CheckpointConfig",
     "ConfigError",
     "DataError",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from hftune.callbacks import Callback
     from hftune.checkpoints.output_dir import TrainResult
     from hftune.commands.evaluate import evaluate
     from hftune.config import CheckpointConfig, EvalConfig, ParallelConfig, Recipe, TrackConfig, TrainConfig
@@ -44,6 +46,7 @@ _HOME = {
         ("CheckpointConfig", "EvalConfig", "ParallelConfig", "TrackConfig", "TrainConfig"), "hftune.config.sections"
     ),
     **dict.fromkeys(("ConfigError", "DataError", "Interrupted", "TrainingError"), "hftune.errors"),
+    "Callback": "hftune.callbacks",
     "Recipe": "hftune.config.recipe",
     "Task": "hftune.task",
     "TrackerBackend": "hftune.tracking.backend",

@@ -94,6 +94,11 @@ def _escaped(letter: str) -> str:
     return letter if letter.isprintable() and letter != "\\" else letter.encode("unicode_escape").decode()
 
 
+def is_number(value: Any) -> bool:
+    """Return whether a value, such as a metric, is a single number, and not true or false."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def type_problem(hint: Any, value: Any, default: Any = None) -> str:
     """Describe how ``value`` does not match the type ``hint``: "is not a number, such as 5e-05."."""
     if get_origin(hint) is Literal:

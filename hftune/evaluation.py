@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +13,9 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
 from hftune.batch_plan import BatchPlan, MicroBatch
+from hftune.config import EvalConfig
 from hftune.distributed.pulse import marked_while_moving
-from hftune.errors import DataError, TrainingError
+from hftune.errors import DataError, TrainingError, format_value, is_number
 from hftune.metrics.named import compute, load_metrics
 from hftune.strategies.absent_model import ModelNeeded
 from hftune.strategies.base import Strategy
@@ -51,13 +52,10 @@ class _Scored:
 def evaluate(
     strategy: Strategy,
     dataset: Any,
-    batch_size: int,
+    config: EvalConfig,
     num_workers: int = 0,
     should_stop: Callable[[], bool] = lambda: False,
-    num_images: int = 0,
-    metrics: Sequence[str] = (),
     on_scored: Callable[[int, int], None] = lambda count, total: None,
-    batch_tokens: int | None = None,
 ) -> Evaluation | None:
     """Score the whole data set. Collective. Return None if ``should_stop`` has become true on any process.
 
@@ -66,24 +64,23 @@ def evaluate(
     and so the same for any number of processes.
 
     Args:
-        metrics: names of ``eval.metrics``, to compute in addition to the task's.
-        batch_size, batch_tokens: of ``plan_evaluation``.
+        config: decides on the metrics in addition to the task's, on batches and on the images that are drawn.
         on_scored: called with the number of micro-batches that this process has scored, and of those that it has to.
 
     Raises:
         RuntimeError: a sample came back twice or not at all.
-        TrainingError: one of ``metrics`` fails, or clashes with another one.
+        TrainingError: one of ``eval.metrics`` fails, or clashes with another one.
     """
     task = strategy.task
-    micro_batches = plan_evaluation(task, dataset, batch_size, batch_tokens)
+    micro_batches = plan_evaluation(task, dataset, config.batch_size, config.batch_tokens)
     total, scored = len(strategy.share(micro_batches)), dict[int, _Scored]()
     for micro_batch, batch in strategy.evaluation_batches(dataset, micro_batches, num_workers, should_stop):
         with suppress(ModelNeeded):  # then they come again, with the model
-            scored[micro_batch.index] = _score(strategy, micro_batch, batch, num_images)
+            scored[micro_batch.index] = _score(strategy, micro_batch, batch, config.show_samples)
         on_scored(len(scored), total)
     if strategy.any_process(should_stop()):
         return None
-    gathered = strategy.gather_to_main([*scored.values()], at_once=max(1, ROWS // batch_size))
+    gathered = strategy.gather_to_main([*scored.values()], at_once=max(1, ROWS // config.batch_size))
     rows: list[dict[str, Any]] = []
 
     def summarise() -> dict[str, Any]:
@@ -95,7 +92,7 @@ def evaluate(
         loss = math.fsum(part.loss_sum for part in gathered) / num_items
         with marked_while_moving(strategy.progress):  # the other processes wait, however long it takes
             own = {"loss": loss, **task.metrics(rows)}
-            found = {**own, **compute(load_metrics(metrics), rows, taken=own)}
+            found = {**own, **compute(load_metrics(config.metrics), rows, taken=own)}
             return {name: _plain(value) for name, value in found.items()}
 
     summary = strategy.on_main(summarise)
@@ -161,3 +158,27 @@ def _in_dataset_order(scored: list[_Scored], num_samples: int) -> list[dict[str,
     if len(placed) != num_samples or sum(len(part.rows) for part in scored) != num_samples:
         raise RuntimeError(f"The evaluation returned {len(placed)} different samples of {num_samples}.")
     return [placed[sample] for sample in range(num_samples)]
+
+
+def score_of(metrics: Mapping[str, Any], name: str, step: int) -> float:
+    """Return the metric that picks the best model.
+
+    Raises:
+        TrainingError: the task did not compute it, or it is not a finite number.
+    """
+    if name not in metrics:
+        raise TrainingError(f"eval.metric={name!r} was not computed. The task computed: {', '.join(metrics)}.")
+    score = metrics[name]
+    if not is_number(score):
+        numbers = ", ".join(other for other, value in metrics.items() if is_number(value))
+        raise TrainingError(
+            f"After step {step} the evaluation's {name} is {format_value(score)}, which cannot pick a best model: it has no "
+            f"value on this data. Set eval.metric to one of: {numbers}."
+        )
+    if not (math.isfinite(score) and math.isfinite(metrics["loss"])):
+        value = "" if name == "loss" else f" and its {name} {score}"
+        raise TrainingError(
+            f"After step {step} the evaluation's loss is {metrics['loss']}{value}: training has diverged. "
+            "Lower train.lr or set train.clip_norm."
+        )
+    return score

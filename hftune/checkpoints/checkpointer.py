@@ -188,6 +188,8 @@ class Checkpointer:
     """Called from the writing thread with the step of a complete checkpoint, and its ``tensor_hashes``."""
     is_ours: Callable[[], bool] = field(default=lambda: True, repr=False)
     """Whether this process still has the output folder; see ``only_writer``."""
+    begun: int = 0
+    """Step of the last one that was begun."""
     _writer: threading.Thread | None = field(default=None, repr=False)
 
     @property
@@ -216,6 +218,7 @@ class Checkpointer:
             logs: files that grow with the run, flushed to disk before the checkpoint gets its final name.
         """
         self.wait()
+        self.begun = step
         arguments = (step, tensors, progress, recipe, best_step, logs)
         # Not a daemon: the interpreter waits for it on exit. A process that the heartbeat ends leaves a partial checkpoint.
         self._writer = threading.Thread(target=self._write, args=arguments, name="checkpoint")

@@ -14,6 +14,7 @@ from hftune.checkpoints.atomic_files import only_writer, write_text
 from hftune.checkpoints.checkpointer import steps
 from hftune.checkpoints.export import read_about, restore_export
 from hftune.checkpoints.resume import Start, check_finished, find_start, leads_elsewhere, member, note_begun
+from hftune.checkpoints.run_folder import OUT_OF_FOLD, PROFILE, REPORT, SAMPLE_IMAGES
 from hftune.checkpoints.train_state import Provenance, RestoredState, TrainState
 from hftune.config import Recipe
 from hftune.distributed.preflight import check_writable
@@ -21,12 +22,6 @@ from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError, format_value
 from hftune.strategies.base import Strategy
 
-SAMPLE_IMAGES = "samples"
-"""Subfolder with images of some samples, written after each evaluation."""
-OUT_OF_FOLD = "out_of_fold.jsonl"
-"""Predictions of the best model, with the numbers of the rows in the data, if ``task.eval_fold`` is set."""
-PROFILE = "profile"
-"""Subfolder with the traces of ``train.profile``."""
 HISTORY = ("metrics.jsonl", "ledger.jsonl")
 """Files that a run resumed into a new folder brings along."""
 
@@ -205,7 +200,7 @@ class OutputDir:
             remove_samples(self.path / SAMPLE_IMAGES, after=state.step)
         evaluated = ("predictions.jsonl", OUT_OF_FOLD) if self.recipe.eval.is_off else ()
         # Of a finished run, or of other weights:
-        for name in ("result.json", "receipt.json", "report.html", "model/README.md", *evaluated):
+        for name in ("result.json", "receipt.json", REPORT, "model/README.md", *evaluated):
             (self.path / name).unlink(missing_ok=True)
         note_begun(self.path, self.start.group)
         write_text(self.path / "recipe.yaml", self.recipe.to_yaml())
@@ -228,7 +223,7 @@ def start_folder(path: Path) -> None:
         "tensorboard",  # it would draw both runs in one plot
     ):
         shutil.rmtree(path / name, ignore_errors=True)
-    for name in ("result.json", "receipt.json", "predictions.jsonl", OUT_OF_FOLD, "report.html", *HISTORY):
+    for name in ("result.json", "receipt.json", "predictions.jsonl", OUT_OF_FOLD, REPORT, *HISTORY):
         (path / name).unlink(missing_ok=True)
 
 

@@ -10,6 +10,14 @@ from hftune.config.recipe import Recipe, type_name
 from hftune.errors import ConfigError
 from hftune.task import Task
 
+SAMPLE_IMAGES = "samples"
+"""Subfolder with images of some samples, written after each evaluation."""
+OUT_OF_FOLD = "out_of_fold.jsonl"
+"""Predictions of the best model, with the numbers of the rows in the data, if ``task.eval_fold`` is set."""
+REPORT = "report.html"
+PROFILE = "profile"
+"""Subfolder with the traces of ``train.profile``."""
+
 
 def open_run(directory: str | Path, trust_code: bool = False, with_trackers: bool = False) -> tuple[Recipe, Path]:
     """Return the recipe of a run and the folder of its model.

@@ -33,6 +33,18 @@ class TrainState:
     """Mean over the items of the steps since the last line of metrics.jsonl."""
     mean_items: float = 0.0
     """Number of these items."""
+    pending: dict[str, str] = field(default_factory=dict)
+    """What callbacks of the main process have asked for, and the next step is to tell all processes; see ``Wishes``."""
+    evaluation_is_asked: bool = False
+    """Whether a callback has asked for an evaluation that has not been made yet."""
+    ended_by: str | None = None
+    """Why a callback has ended the training before its last step."""
+
+    def advance(self) -> tuple[int, int]:
+        """Count a step; return its epoch, and its place in it."""
+        place = self.epoch, self.step_in_epoch
+        self.step, self.step_in_epoch = self.step + 1, self.step_in_epoch + 1
+        return place
 
     def add_loss(self, loss: float, num_items: float) -> None:
         """Take a step's loss into the mean. The mean of a single step is its loss to the last bit."""
@@ -56,8 +68,8 @@ class TrainState:
             self.evaluations_since += 1
 
     def has_ended(self, num_steps: int, patience: int | None) -> bool:
-        """Say whether no step is left, or ``eval.patience`` is exhausted."""
-        return self.step == num_steps or self.is_out_of(patience)
+        """Say whether no step is left, ``eval.patience`` is exhausted, or a callback has ended the training."""
+        return self.step == num_steps or self.is_out_of(patience) or self.ended_by is not None
 
     def is_out_of(self, patience: int | None) -> bool:
         """Say whether ``eval.patience`` is exhausted."""

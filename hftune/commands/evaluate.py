@@ -104,19 +104,9 @@ def evaluate(
         if checkpoint is not None:
             load_weights(strategy, checkpoint, saved, digests, base)
         session.progress.stage("the evaluation")
-        config = recipe.eval
-        shown = 0 if tracked_as is None else config.show_samples
-        workers = recipe.train.num_workers
+        config = recipe.eval if tracked_as is not None else replace(recipe.eval, show_samples=0)
         with strategy.averaged() if checkpoint is not None else nullcontext():
-            evaluation = score(
-                strategy,
-                datasets[split],
-                config.batch_size,
-                workers,
-                num_images=shown,
-                metrics=config.metrics,
-                batch_tokens=config.batch_tokens,
-            )
+            evaluation = score(strategy, datasets[split], config, recipe.train.num_workers)
     folder = str(model if checkpoint is None else checkpoint)
     result = Score(evaluation.metrics, folder, len(datasets[split]), strategy.num_processes, strategy.is_main)
     if tracked_as is not None and strategy.is_main:

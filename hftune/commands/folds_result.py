@@ -11,7 +11,8 @@ from typing import Any
 
 from hftune.atomic import atomic_path
 from hftune.checkpoints.atomic_files import explain_write_errors, write_text
-from hftune.checkpoints.output_dir import OUT_OF_FOLD, TrainResult
+from hftune.checkpoints.output_dir import TrainResult
+from hftune.checkpoints.run_folder import OUT_OF_FOLD
 from hftune.config import Recipe
 from hftune.errors import ConfigError
 from hftune.tracking.console import aligned, is_number, short

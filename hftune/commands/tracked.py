@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hftune.callbacks import Failure
 from hftune.config import Recipe
-from hftune.distributed.failure_report import Report
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError
 from hftune.tracking.tracker import Tracker, check_trackers
@@ -60,7 +60,7 @@ def tracked(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[tuple[Tracker,
         tracker.start(recipe, 0, False, {}, facts)
         yield tracker, folder
     except BaseException as error:
-        tracker.end_early(Report(f"hftune: {type(error).__name__}: {error}"))
+        tracker.on_failure(Failure(reason=f"{type(error).__name__}: {error}", is_interruption=False))
         raise
     tracker.close(f"{recipe.track.job_type} of {facts['model']}")
 

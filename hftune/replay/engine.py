@@ -374,6 +374,7 @@ class Replayer:
         if look is not None:
             look(self, batch, report)
         strategy.optimizer_step(lr)
+        strategy.clear_gradient()
         strategy.average_weights(ema_decay_at(index, config))
         return ReplayedStep(
             self.step,

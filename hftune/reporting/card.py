@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hftune.checkpoints.atomic_files import write_text
 from hftune.checkpoints.export import read_about
 from hftune.config.importing import is_own
 from hftune.config.recipe import Recipe, type_name
 from hftune.task import Task
-from hftune.tracking.console import is_number, short, warning
+from hftune.tracking.console import is_number, short
 from hftune.tracking.facts import NAME as RUN
 from hftune.tracking.jsonl import read_lines
 
@@ -77,15 +76,6 @@ class CardFacts:
     def task(self) -> dict[str, Any]:
         """The recipe's ``task:`` section."""
         return self.values["task"]
-
-
-def add_card(folder: Path, recipe: Recipe, result: Mapping[str, Any]) -> None:
-    """Write the card of a finished run. It is for show: if it fails, it costs one line on the terminal and not the run."""
-    try:
-        write_text(folder / "model" / CARD, card(read_facts(folder, recipe, result)))
-    except Exception as error:  # a task of the user's own may return anything
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
-        print(warning(f"{folder / 'model' / CARD} could not be written: {reason}. Everything else is saved."), flush=True)
 
 
 def read_facts(folder: Path, recipe: Recipe, result: Mapping[str, Any] | None = None, model: Path | None = None) -> CardFacts:

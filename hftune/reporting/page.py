@@ -7,8 +7,7 @@ import functools
 import hashlib
 import json
 import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -17,49 +16,16 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from hftune.checkpoints.atomic_files import write_text
+from hftune.checkpoints.run_folder import REPORT
 from hftune.replay.run_record import read_run, run_names
 from hftune.reporting.blocks import cut, number, plain
 from hftune.reporting.charts import chart_data, make_charts
 from hftune.reporting.comparison import comparison_sections
 from hftune.reporting.sections import key_facts, sections_of
-from hftune.tracking.console import warning
 
-REPORT = "report.html"
 SCRIPTS = ("uPlot.iife.min.js", "report.js")
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 """Characters that HTML does not allow."""
-SLOW_S, MAX_SHARE = 0.5, 0.05
-"""A report that takes longer, as that of a million lines, is written so rarely that it takes this share of the time."""
-
-
-class Reporter:
-    """Writes the report of a run in training. If it cannot, it says so once: training is worth more than its report."""
-
-    def __init__(self) -> None:
-        self._has_failed = False
-        self._not_before = 0.0
-
-    def write(self, folder: Path, say: Callable[[str], None], is_last: bool = False) -> None:
-        """Write report.html, unless writing it takes so long that it would slow the training down. Main process only.
-
-        Args:
-            say: prints a line.
-            is_last: write it in any case.
-        """
-        began = time.monotonic()
-        if began < self._not_before and not is_last:
-            return
-        try:
-            write_report(folder)
-        except Exception as error:  # whatever the files in the folder may lead to
-            if not self._has_failed:
-                reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
-                what = f"{folder / REPORT} could not be written: {reason}."
-                say(warning(f"{what} Training continues; hftune report {folder} tries again."))
-            self._has_failed = True
-        seconds = time.monotonic() - began
-        if seconds > SLOW_S:
-            self._not_before = began + seconds / MAX_SHARE
 
 
 def write_report(folder: Path) -> Path:

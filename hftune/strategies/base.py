@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import takewhile, tee
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,22 @@ from hftune.strategies.seeds import seed_forward
 from hftune.strategies.sharding import SavedState, Sharding
 from hftune.strategies.step_times import StepTimes
 from hftune.task import Task
+
+
+class Asks(NamedTuple):
+    """What is to happen after a step that all processes finish. One process may ask for it: the step's sums tell the others."""
+
+    interrupt: bool = False
+    """A signal has asked to stop: write a checkpoint and leave."""
+    end: bool = False
+    """A callback has asked to end the training here, as if this were the last step."""
+    evaluation: bool = False
+    checkpoint: bool = False
+    log: bool = False
+    """By the clock, a line of metrics.jsonl is due."""
+
+
+NOTHING_ASKED = Asks()
 
 
 @dataclass
@@ -61,10 +77,8 @@ class StepReport:
     num_samples: int
     digest: str
     """Of the samples that were computed, independent of their order and of who computed them; see ``samples_digest``."""
-    stop: bool
-    """Whether any process was asked to stop."""
-    save: bool
-    """Whether the main process asks for a checkpoint."""
+    asks: Asks
+    """Of all processes together."""
 
 
 class Strategy(Collectives, ABC):
@@ -201,6 +215,10 @@ class Strategy(Collectives, ABC):
         """See ``Sharding.averaged``. Not collective."""
         return self.sharding.averaged()
 
+    def clear_gradient(self) -> None:
+        """See ``Sharding.clear_gradient``. Not collective."""
+        self.sharding.clear_gradient()
+
     def average_weights(self, decay: float) -> None:
         """Take the weights after a step into their moving average, if there is one. Not collective."""
         if self.sharding.average is not None:
@@ -310,14 +328,13 @@ class Strategy(Collectives, ABC):
         lists = [micro_batch.samples.tolist() for micro_batch in mine]
         return self._kept_loader("evaluation", dataset, num_workers).read(lists)
 
-    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False, save: bool = False) -> None:
+    def forward_backward(self, batch: StepBatch, seed: int, step: int, asks: Asks = NOTHING_ASKED) -> None:
         """Accumulate the gradient of the step's mean loss, in float32. Does not wait for the device.
 
         Args:
-            stop: this process was asked to stop.
-            save: a checkpoint is due, by the clock of this process, the main one.
+            asks: what this process asks for. It travels with the sums of the step, and ``report`` has everybody's.
         """
-        self._counts = [*batch.counts, stop, save]
+        self._counts = [*batch.counts, *asks]
         self._sums = self.sum(self._on_device([*self._counts, *self.times.told()]))
         items = self._sums[0]
         self._micro_losses = self.backward(batch, seed, step, items)
@@ -331,11 +348,14 @@ class Strategy(Collectives, ABC):
     def report(self, grad_norm: Tensor) -> StepReport:
         """Read the results of ``forward_backward`` and ``clip_grad_norm``: the only wait for the device in a step."""
         results = torch.stack([self._loss, grad_norm.to(self.exact)])
-        loss, norm, num_items, num_samples, low, high, stops, saves, *seconds = torch.cat([results, self._sums]).tolist()
+        loss, norm, *sums = torch.cat([results, self._sums]).tolist()
+        counts, seconds = sums[: len(self._counts)], sums[len(self._counts) :]
         if self.num_processes == 1:
-            num_items, num_samples, low, high, stops, saves = self._counts  # exact even on a device without float64
+            counts = self._counts  # exact even on a device without float64
+        num_items, num_samples, low, high, *asked = counts
         self.times.add(seconds)
-        return StepReport(loss, norm, num_items, int(num_samples), format_digest(low, high), stops > 0, saves > 0)
+        asks = Asks(*(count > 0 for count in asked))
+        return StepReport(loss, norm, num_items, int(num_samples), format_digest(low, high), asks)
 
     def counts(self, batch: StepBatch) -> list[float]:
         """Return what this process adds to the step's number of items, number of samples, and two sums of their digest.
@@ -363,12 +383,11 @@ class Strategy(Collectives, ABC):
         return self.broadcast(self.gather_to_main(culprits))
 
     def optimizer_step(self, lr: float) -> None:
-        """Apply the gradient at this learning rate, then clear it."""
+        """Apply the gradient at this learning rate. It stays until ``clear_gradient``."""
         optimizer = self.sharding.optimizer
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)  # see Task.parameter_groups
         optimizer.step()
-        self.sharding.clear_gradient()
         self.times.finish()
         scaler = self.accelerator.scaler
         if scaler is not None and scaler.get_scale() < 2.0**-14:  # halved at each of 30 skipped steps and more

@@ -27,7 +27,7 @@ from hftune.models.kinds import is_linear
 from hftune.models.stacks import outermost_lists
 from hftune.optim.muon import Muon
 from hftune.strategies.absent_model import absent_model
-from hftune.strategies.base import StepBatch, dummy_micro_batch
+from hftune.strategies.base import NOTHING_ASKED, Asks, StepBatch, dummy_micro_batch
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.meta_model import materialize, meta_copy, tied_parameters
 from hftune.strategies.optimizer_state import check_optimizer
@@ -94,10 +94,10 @@ class FullySharded(DataParallel):
         num_rounds = -(-len(micro_batches) // self.num_processes)
         return [dummy_micro_batch(micro_batches)] * (num_rounds - len(self.share(micro_batches)))
 
-    def forward_backward(self, batch: StepBatch, seed: int, step: int, stop: bool = False, save: bool = False) -> None:
+    def forward_backward(self, batch: StepBatch, seed: int, step: int, asks: Asks = NOTHING_ASKED) -> None:
         if self._statistics.places:
             self.sharding.share_statistics()  # as DDP does before the first forward pass of a step
-        super().forward_backward(batch, seed, step, stop, save)
+        super().forward_backward(batch, seed, step, asks)
 
     def evaluation_batches(
         self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]

@@ -23,6 +23,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hftune.callbacks import Begin, Callback, CheckpointDone, End, EvaluationDone, Failure, Log, Step
+from hftune.errors import is_number
 from hftune.secrecy import without_secrets
 
 REDRAW_S = 0.25
@@ -36,7 +38,7 @@ SAMPLE_WIDTH = 88
 """Columns of a sample's text at most."""
 
 
-class Console:
+class Console(Callback):
     """Prints on the main process and is silent on the others.
 
     Every evaluation gets a line. The values of training get lines, too, unless a progress bar shows them.
@@ -54,6 +56,33 @@ class Console:
         self._scored: tuple[int, int] | None = None
         self._loss, self._speed, self._evaluation = "", "", Text()
         self._bar = Bar(sys.stderr) if enabled and is_terminal(sys.stderr) else None
+
+    must_not_fail = True
+
+    def on_begin(self, begin: Begin) -> None:
+        self.start()
+
+    def on_step(self, step: Step) -> None:
+        self.advance(step.step, step.loss)
+
+    def on_log(self, log: Log) -> None:
+        if "train/lr" in log.values:  # not what an evaluation or a callback has logged
+            self.logged(log.step, log.epoch, log.values)
+
+    def on_evaluation(self, evaluation: EvaluationDone) -> None:
+        best, best_step = (evaluation.best, evaluation.best_step or 0) if evaluation.split == "eval" else (None, 0)
+        self.evaluated(evaluation.step, evaluation.epoch, evaluation.metrics, best, best_step)
+        self.samples(evaluation.samples)
+
+    def on_checkpoint(self, checkpoint: CheckpointDone) -> None:
+        if checkpoint.failure is not None:
+            self.line(warning(checkpoint.failure))
+
+    def on_end(self, end: End) -> None:
+        self.close()
+
+    def on_failure(self, failure: Failure) -> None:
+        self.close()
 
     def start(self) -> None:
         """Draw the bar, which stays below all that is printed until ``close``."""
@@ -301,11 +330,6 @@ def hide_reports() -> None:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # transformers reads it when it is imported, which not all tasks need
     if "transformers" in sys.modules:
         sys.modules["transformers"].utils.logging.set_verbosity_error()
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a metric is a single number, as trackers want it."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def short(value: float) -> str:

@@ -16,6 +16,7 @@ from threading import Lock
 from typing import Any
 
 from hftune.batch_plan import BatchPlan
+from hftune.callbacks import Begin, Callback, CheckpointDone, End, Step
 from hftune.checkpoints.atomic_files import GrowingFile, explain_write_errors
 from hftune.errors import TrainingError
 from hftune.tracking.jsonl import strict_json
@@ -40,24 +41,31 @@ Line = dict[str, Any]
 """The values of a line."""
 
 
-class Ledger:
-    """Writes ledger.jsonl. Main process only; checkpoints are noted from the thread that writes them."""
+class Ledger(Callback):
+    """Writes ledger.jsonl. Main process only; checkpoints are noted from the thread that writes them.
 
-    def __init__(self, path: Path, is_ours: Callable[[], bool] = lambda: True):
-        self.path = path
+    A method raises TrainingError if the file cannot be written.
+
+    Args:
+        facts: returns JSON values about the start of the training, see ``start_facts`` and docs/output-folder.md.
+        is_ours: whether this process still has the output folder; see ``only_writer``.
+    """
+
+    must_not_fail = True
+
+    def __init__(self, path: Path, facts: Callable[[], Mapping[str, Any]] = dict, is_ours: Callable[[], bool] = lambda: True):
+        self.path, self._facts = path, facts
         self._is_ours, self._written = is_ours, time.time()
         self._lock = Lock()
 
-    def begin(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Record that training starts, or resumes after ``step``: from here on, lines of later steps further up do not count.
+    def on_begin(self, begin: Begin) -> None:
+        """Record that training starts, or resumes after a step: lines of later steps further up do not count any more."""
+        self.start(begin.step, self._facts())
+
+    def start(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Open the file, and record that training starts after ``step``.
 
         What a kill or a power failure left of a line at the end is cut off; nothing else is ever removed.
-
-        Args:
-            facts: JSON values, see ``plan_facts`` and docs/output-folder.md.
-
-        Raises:
-            TrainingError: the file cannot be written.
         """
         with explain_write_errors(self.path):
             texts = whole_lines(self.path) if self.path.is_file() else []
@@ -65,49 +73,30 @@ class Ledger:
             self.file = GrowingFile(self.path, sum(len(text) + 1 for text in texts))
         self._append(strict_json({"format": FORMAT, "after_step": step, **facts}, default=str))
 
-    def note(
-        self,
-        step: int,
-        epoch: int,
-        step_in_epoch: int,
-        *,
-        num_samples: int,
-        digest: str,
-        loss: float,
-        grad_norm: float,
-        lr: float,
-        items: float,
-    ) -> None:
-        """Record one step.
-
-        Args:
-            step: counted from 1.
-            epoch: counted from 0, as is ``step_in_epoch``.
-            num_samples: that the processes computed, and ``digest`` of their numbers; see ``samples_digest``.
-            loss: mean over the ``items`` of the global batch.
-            grad_norm: before clipping.
-
-        Raises:
-            TrainingError: the file cannot be written.
-        """
+    def on_step(self, step: Step) -> None:
+        """Record one step; of a skipped one, that its samples were not used and nothing was updated."""
+        epoch, step_in_epoch = step.place
+        place = f'{{"step": {step.step}, "epoch": {epoch}, "step_in_epoch": {step_in_epoch}, '
+        if step.loss is None:
+            self._append(f'{place}"skipped": true}}')
+            return
         # As json would write it, whose encoder takes 30 us between two steps, when nothing of it is in the processor's caches.
         self._append(
-            f'{{"step": {step}, "epoch": {epoch}, "step_in_epoch": {step_in_epoch}, "num_samples": {num_samples}, '
-            f'"digest": "{digest}", "loss": {_number(loss)}, "grad_norm": {_number(grad_norm)}, "lr": {_number(lr)}, '
-            f'"items": {_number(items)}}}'
+            f'{place}"num_samples": {step.num_samples}, "digest": "{step.digest}", "loss": {_number(step.loss)}, '
+            f'"grad_norm": {_number(step.grad_norm)}, "lr": {_number(step.lr)}, "items": {_number(step.num_items)}}}'
         )
 
-    def note_skipped(self, step: int, epoch: int, step_in_epoch: int) -> None:
-        """Record a step that was left out: its samples were not used, and nothing was updated. Raises as ``note``."""
-        self._append(json.dumps({"step": step, "epoch": epoch, "step_in_epoch": step_in_epoch, "skipped": True}))
+    def on_checkpoint(self, checkpoint: CheckpointDone) -> None:
+        """Record the hashes of a checkpoint that is complete."""
+        if checkpoint.failure is None:
+            self._append(json.dumps({"checkpoint": checkpoint.step, **checkpoint.hashes}))
 
-    def note_checkpoint(self, step: int, hashes: Mapping[str, str]) -> None:
-        """Record a checkpoint that is complete, from any thread. Raises as ``note``.
+    def on_end(self, end: End) -> None:
+        self.file.close()
 
-        Args:
-            hashes: the SHA-256 of its files of tensors, such as ``{"model": ..., "optimizer": ...}``.
-        """
-        self._append(json.dumps({"checkpoint": step, **hashes}))
+    def flush(self) -> None:
+        """Wait until all lines are on the disk. Raises OSError if there is no room for them."""
+        self.file.flush()
 
     def _append(self, line: str) -> None:
         """Write a line, given as a JSON object, with the hash of the one before.
@@ -122,9 +111,6 @@ class Ledger:
             data = f'{line[:-1]}, "prev": "{self._end}"}}'.encode()
             self.file.append(data + b"\n")
             self._end = hash_of(data)
-
-    def close(self) -> None:
-        self.file.close()
 
 
 def plan_facts(plan: BatchPlan) -> dict[str, Any]:
@@ -165,9 +151,9 @@ def _values(text: bytes) -> Line | None:
     return line if isinstance(line, dict) else None
 
 
-def _number(value: float) -> str:
+def _number(value: float | None) -> str:
     """Format a number so that reading it gives the same bits; null for one that JSON does not have."""
-    return float.__repr__(float(value)) if math.isfinite(value) else "null"
+    return float.__repr__(float(value)) if value is not None and math.isfinite(value) else "null"
 
 
 def hash_of(text: bytes) -> str:

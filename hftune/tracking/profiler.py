@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hftune.callbacks import Callback, End, Step, StepBegin
 from hftune.tracking.console import note, warning
 
 SHOWN_OPERATORS = 40
 VIEWER = "https://ui.perfetto.dev"
 
 
-class StepProfiler:
+class Profiler(Callback):
     """Profiles the steps from ``first`` to ``last``, or those of them that this process computes.
 
     A process that starts within them, because the run was resumed, profiles the rest. Files are named after the steps that
@@ -25,41 +26,52 @@ class StepProfiler:
     Args:
         steps: first and last step, from 1; None to profile nothing.
         folder: for the files, on the machine of each process.
+        paused: returns a context whose time does not count as training.
     """
 
-    def __init__(self, steps: Sequence[int] | None, folder: Path, rank: int, device: torch.device):
+    on_all_processes = True
+
+    def __init__(
+        self,
+        steps: Sequence[int] | None,
+        folder: Path,
+        rank: int,
+        device: torch.device,
+        paused: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
         self.first, self.last = (0, -1) if steps is None else steps
-        self.folder, self.rank, self.device = folder, rank, device
+        self.folder, self.rank, self.device, self.paused = folder, rank, device, paused
         self._profile: Any = None
         self._steps: list[int] = []
 
-    def before(self, step: int) -> None:
-        """Begin if this step is to be profiled; its samples have not been loaded yet."""
-        if self._profile is None and self.first <= step <= self.last:
-            with self._outliving_failures("started"):
+    def on_step_begin(self, begin: StepBegin) -> None:
+        """Begin if this step is to be profiled."""
+        if self._profile is None and self.first <= begin.step <= self.last:
+            with self.paused(), self._outliving_failures("started"):
                 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints when it starts and stops (torch 2.13)
                 from torch.profiler import ProfilerActivity, profile
 
                 activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
-                begun = profile(
-                    activities=activities, acc_events=True
-                )  # without it torch warns of cycles, of which this is one
+                begun = profile(activities=activities, acc_events=True)  # else torch warns of cycles, of which this is one
                 begun.start()
                 self._profile, self._steps = begun, []
 
-    def after(self, step: int) -> None:
-        """Write the files if this was the last step to be profiled; the next one has not been begun."""
+    def on_step(self, step: Step) -> None:
+        """Write the files if this was the last step to be profiled, or the last one of all."""
         if self._profile is not None:
-            self._steps.append(step)
-            if step >= self.last:
+            self._steps.append(step.step)
+            if step.step >= self.last or step.is_last:
                 self.close()
 
+    def on_end(self, end: End) -> None:
+        self.close()
+
     def close(self) -> None:
-        """Write what was profiled so far, if anything was: the run may end, or be stopped, within these steps."""
+        """Write what was profiled so far, if anything was. By the thread that has begun it: torch's profiler belongs to it."""
         profile, self._profile = self._profile, None
         if profile is None:
             return
-        with self._outliving_failures("written"):
+        with self.paused(), self._outliving_failures("written"):
             profile.stop()
             if self._steps:
                 self._write(profile)

@@ -3,64 +3,97 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
-from hftune.batch_plan import MicroBatch
+from hftune.callbacks import Begin, Callback, CheckpointDone, Step
 from hftune.strategies.arithmetic import Arithmetic
 
 
-class Throughput:
-    """Counts samples and tokens against the time spent in training; evaluations do not count."""
+class Stopwatch:
+    """The time that goes into training itself."""
 
-    def __init__(self):
-        self.total_samples, self.total_seconds = 0, 0.0
-        self.arithmetic: Arithmetic | None = None
-        """What the model needs for its samples; None if that is not known."""
-        self.peak_flops: float | None = None
-        """Floating-point operations a second that the devices of all processes compute at best; None if that is not known."""
-        self.checkpoint_seconds = 0.0
-        """For which checkpoints held up the training thread since the last call of ``rates``."""
-        self._restart()
+    def __init__(self) -> None:
+        self._since = time.monotonic()
 
-    def _restart(self) -> None:
-        self.steps, self.samples, self.tokens, self.padded, self.flops, self.since = 0, 0, 0, 0, 0.0, time.monotonic()
-
-    def count(self, plan: list[MicroBatch], lengths: Any, num_items: float) -> None:
-        """Add one global batch, whose loss is a sum over so many items."""
-        self.steps += 1
-        self.samples += sum(len(micro_batch.samples) for micro_batch in plan)
-        if lengths is None:
-            return
-        lengths_B = np.concatenate([lengths[micro_batch.samples] for micro_batch in plan])
-        self.tokens += int(lengths_B.sum())
-        self.padded += sum(micro_batch.tokens for micro_batch in plan)
-        if self.arithmetic is not None:
-            self.flops += self.arithmetic.flops(lengths_B, num_items)
-
-    def rates(self) -> dict[str, float]:
-        """Return seconds a step, and samples and tokens (padding not counted) a second since the last call; padding; and mfu.
-
-        perf/mfu: model FLOPs utilisation, the useful arithmetic over what the devices could have done meanwhile.
-        """
-        seconds = max(time.monotonic() - self.since, 1e-9)
-        rates = {"perf/step_s": seconds / max(self.steps, 1), "perf/samples_per_s": self.samples / seconds}
-        if self.tokens:
-            rates |= {"perf/tokens_per_s": self.tokens / seconds, "perf/padding_share": 1 - self.tokens / self.padded}
-        if self.flops and self.peak_flops:
-            rates["perf/mfu"] = self.flops / seconds / self.peak_flops
-        if self.checkpoint_seconds:
-            rates["perf/checkpoint_s"], self.checkpoint_seconds = self.checkpoint_seconds, 0.0
-        self.total_samples, self.total_seconds = self.total_samples + self.samples, self.total_seconds + seconds
-        self._restart()
-        return rates
+    def lap(self) -> float:
+        """Return the seconds since the last call, without those that it was paused."""
+        began, self._since = self._since, time.monotonic()
+        return self._since - began
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave out the time spent inside."""
         began = time.monotonic()
         yield
-        self.since += time.monotonic() - began
+        self._since += time.monotonic() - began
+
+
+class Throughput(Callback):
+    """Logs with each line of training how fast it was since the previous one, how even the work, and how busy the machines.
+
+    Args:
+        others: return what else is to be logged, such as ``StepTimes.take``; called on all processes.
+        arithmetic: what the model needs for its samples; None if that is not known.
+        peak_flops: floating-point operations a second that the devices of all processes compute at best; None if unknown.
+    """
+
+    on_all_processes = must_not_fail = True
+
+    def __init__(
+        self,
+        *others: Callable[[], dict[str, float]],
+        arithmetic: Arithmetic | None = None,
+        peak_flops: float | None = None,
+    ):
+        self.others, self.arithmetic, self.peak_flops = others, arithmetic, peak_flops
+        self.checkpoint_s = 0.0
+        self._restart()
+
+    def _restart(self) -> None:
+        self.steps, self.samples, self.tokens, self.padded, self.flops, self.seconds = 0, 0, 0, 0, 0.0, 0.0
+
+    def on_begin(self, begin: Begin) -> None:
+        self.lengths = begin.plan.lengths
+
+    def on_step(self, step: Step) -> None:
+        self.seconds += step.seconds
+        if step.loss is not None:
+            self.count(step)
+        if step.is_logged:
+            for values in (self.rates(), *(take() for take in self.others)):
+                for name, value in values.items():
+                    step.log(name, value)
+
+    def on_checkpoint(self, checkpoint: CheckpointDone) -> None:
+        self.checkpoint_s += checkpoint.waited_s
+
+    def count(self, step: Step) -> None:
+        """Add one global batch."""
+        self.steps += 1
+        self.samples += step.num_samples
+        if self.lengths is None:
+            return
+        lengths_B = np.concatenate([self.lengths[micro_batch.samples] for micro_batch in step.micro_batches])
+        self.tokens += int(lengths_B.sum())
+        self.padded += sum(micro_batch.tokens for micro_batch in step.micro_batches)
+        if self.arithmetic is not None:
+            self.flops += self.arithmetic.flops(lengths_B, step.num_items)
+
+    def rates(self) -> dict[str, float]:
+        """Return seconds a step, and samples and tokens (padding not counted) a second since the last call; padding; and mfu.
+
+        perf/mfu: model FLOPs utilisation, the useful arithmetic over what the devices could have done meanwhile.
+        """
+        seconds = max(self.seconds, 1e-9)
+        rates = {"perf/step_s": seconds / max(self.steps, 1), "perf/samples_per_s": self.samples / seconds}
+        if self.tokens:
+            rates |= {"perf/tokens_per_s": self.tokens / seconds, "perf/padding_share": 1 - self.tokens / self.padded}
+        if self.flops and self.peak_flops:
+            rates["perf/mfu"] = self.flops / seconds / self.peak_flops
+        if self.checkpoint_s:
+            rates["perf/checkpoint_s"], self.checkpoint_s = self.checkpoint_s, 0.0
+        self._restart()
+        return rates

@@ -6,22 +6,23 @@ import heapq
 import importlib.util
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hftune.callbacks import Begin, Callback, CheckpointDone, End, EvaluationDone, Failure, Log
 from hftune.config.importing import import_named
 from hftune.config.keys import is_dotted
 from hftune.config.recipe import Recipe
-from hftune.distributed.failure_report import Report
 from hftune.distributed.rounds import agents_word
 from hftune.errors import ConfigError
 from hftune.tracking.backend import EarlierRun, Status, TrackerBackend
 from hftune.tracking.console import is_number, warning
 from hftune.tracking.jsonl import finite, json_line, line_file, read_lines
 from hftune.tracking.lane import Lane, reason
+from hftune.tracking.summary import describe_best
 
 TRACKERS = {
     "wandb": "hftune.tracking.wandb_tracker.WandbRun",
@@ -81,18 +82,65 @@ def tracker_class(name: str) -> type[TrackerBackend]:
     return found
 
 
-class Tracker:
+class Tracker(Callback):
     """Appends to metrics.jsonl and passes numbers on to the trackers, which take them in threads of their own.
 
     Its methods are called on the main process only.
+
+    Args:
+        run_ids, is_evaluated, must_start: see ``start``, which ``on_begin`` calls with them.
+        later: takes what may last for hours, such as an upload, or fail: closing the trackers, once everything is saved.
     """
 
-    def __init__(self, recipe: Recipe):
+    must_not_fail = True
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run_ids: Mapping[str, str] | None = None,
+        is_evaluated: bool = False,
+        must_start: bool = True,
+        later: Callable[[Callable[[], None]], None] = lambda close: close(),
+    ):
+        self._later = later
+        self._begins_with = is_evaluated, run_ids or {}, must_start
         self.path = Path(recipe.output_dir) / "metrics.jsonl"
-        self.name = recipe.track.run_name or recipe.recipe
+        self.recipe, self.name = recipe, recipe.track.run_name or recipe.recipe
         self._lanes: list[Lane] = []
         self._best: tuple[int, str, float] | None = None
         self._earlier: Mapping[str, str] = {}
+
+    def on_begin(self, begin: Begin) -> None:
+        is_evaluated, run_ids, must_start = self._begins_with
+        self.start(begin.recipe, begin.step, is_evaluated, run_ids, begin.facts, must_start)
+
+    def on_log(self, log: Log) -> None:
+        self.log(log.step, log.epoch, log.values)
+
+    def on_evaluation(self, evaluation: EvaluationDone) -> None:
+        if evaluation.split == "test":
+            return
+        step, metrics = evaluation.step, evaluation.metrics
+        self.log_samples(step, evaluation.samples)
+        self.log_predictions(step, evaluation.rows)
+        if "confusion_matrix" in metrics and evaluation.labels is not None:
+            self.log_confusion_matrix(step, metrics["confusion_matrix"], evaluation.labels)
+        if evaluation.images:
+            self.log_images(step, evaluation.images, evaluation.captions)
+        if evaluation.best is not None and evaluation.best_step is not None:
+            self.log_best(evaluation.best_step, self.recipe.eval.metric, evaluation.best)
+
+    def on_checkpoint(self, checkpoint: CheckpointDone) -> None:
+        if checkpoint.failure is not None:
+            self.alert("Checkpoint failed", checkpoint.failure, "warning")
+
+    def on_end(self, end: End) -> None:
+        self.file.close()
+        self._later(lambda: self.close(f"{end.result.steps} steps, {describe_best(end.result.best)}."))
+
+    def flush(self) -> None:
+        """Wait until metrics.jsonl is on the disk. Raises OSError if there is no room for it."""
+        self.file.flush()
 
     def start(
         self,
@@ -150,7 +198,7 @@ class Tracker:
         self.file.append(json_line({"step": step, **values}))
         self._do("log", step, {name: value for name, value in values.items() if is_number(value)})
 
-    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Show samples, all with the same fields, as a table."""
         if samples and samples[0]:
             self._do("log_table", step, "eval/samples", samples)
@@ -198,13 +246,13 @@ class Tracker:
         num_bytes = sum(path.stat().st_size for path in folders if path.is_file())
         self._finish("finished", END_S + num_bytes / MIN_UPLOAD_BYTES_PER_S)
 
-    def end_early(self, report: Report) -> None:
+    def on_failure(self, failure: Failure) -> None:
         """End a run that failed, after an alert with the reason, or that is to be resumed."""
-        if report.is_interruption:
+        if failure.is_interruption:
             goes_on = agents_word() is not None  # the next round, in other processes
             self._finish("paused" if goes_on else "interrupted", HURRY_S)
         else:
-            self.alert(f"{self.name} failed", report.sentence, "error")
+            self.alert(f"{self.name} failed", failure.reason, "error")
             self._finish("failed", HURRY_S)
 
     def _finish(self, status: Status, limit_s: float) -> None:

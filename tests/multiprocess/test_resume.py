@@ -549,20 +549,20 @@ def test_second_interrupt_stops_at_once_and_loses_nothing_saved(tmp_path):
 
 def test_signal_in_an_evaluation_leaves_it_to_the_next_run(tmp_path, unbroken):
     """Going on begins with the evaluation that was cut short."""
-    from hftune import Interrupted, loop
+    from hftune import Interrupted, milestones
 
-    original = loop.evaluate
+    original = milestones.evaluate
 
-    def evaluate(*arguments):
+    def evaluate(*arguments, **options):
         os.kill(os.getpid(), signal.SIGTERM)
-        return original(*arguments)
+        return original(*arguments, **options)
 
-    loop.evaluate = evaluate
+    milestones.evaluate = evaluate
     try:
         with pytest.raises(Interrupted) as caught:
             train(recipe(tmp_path))
     finally:
-        loop.evaluate = original
+        milestones.evaluate = original
     assert str(caught.value).startswith("SIGTERM: stopped after step 5. The same command resumes from ")
     assert not any("eval/loss" in line for line in lines(Run(tmp_path)))
     run = Run(train(recipe(tmp_path)).output_dir)

@@ -1,5 +1,7 @@
 """What perf/mfu is computed from: the arithmetic of a model, and what a device could do."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,12 +11,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from hftune.batch_plan import MicroBatch
+from hftune.callbacks import Wishes
 from hftune.config.sections import TrainConfig
 from hftune.distributed import devices
 from hftune.models.transformer_lm import TransformerLM, TransformerLMConfig
 from hftune.strategies.arithmetic import Arithmetic
 from hftune.tracking import throughput
-from hftune.tracking.throughput import Throughput
+from hftune.tracking.throughput import Stopwatch, Throughput
+from tests.support.events import step_taken
 
 SIZES = {"num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 50}
 GPT2 = {"n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 50, "bos_token_id": 1, "eos_token_id": 1}
@@ -65,24 +69,32 @@ def test_other_kinds_of_models_are_not_counted(name):
 
 
 def test_utilisation_is_useful_arithmetic_over_what_the_devices_could_do(monkeypatch):
+    lengths, wishes = np.array([2, 4, 1]), Wishes({})
+    micro_batches = [MicroBatch(0, np.array([1, 0]), 4, 8, 8), MicroBatch(1, np.array([2]), 1, 1, 1)]
+
+    def rates(peak_flops):
+        speed = Throughput(arithmetic=Arithmetic(per_token=10, per_square=1, per_item=100), peak_flops=peak_flops)
+        speed.on_begin(SimpleNamespace(plan=SimpleNamespace(lengths=lengths)))
+        for is_logged in (False, True):
+            taken = {"loss": 0.5, "num_samples": 3, "num_items": 3, "seconds": 2.0, "micro_batches": micro_batches}
+            speed.on_step(step_taken(1, wishes=wishes, is_logged=is_logged, **taken))
+        return wishes.take_values()
+
+    found = rates(1000.0)
+    # Per step 7 tokens, of squares 4 + 16 + 1, and 3 items: 391 operations.
+    assert found["perf/mfu"] == pytest.approx(2 * 391 / 4 / 1000)
+    assert (found["perf/step_s"], found["perf/samples_per_s"], found["perf/tokens_per_s"]) == (2.0, 1.5, 3.5)
+    assert "perf/mfu" not in rates(None)
+
+
+def test_what_is_paused_is_not_training(monkeypatch):
     seconds = [0.0]
     monkeypatch.setattr(throughput.time, "monotonic", lambda: seconds[0])
-    speed = Throughput()
-    speed.arithmetic, speed.peak_flops = Arithmetic(per_token=10, per_square=1, per_item=100), 1000.0
-    plan = [MicroBatch(0, np.array([1, 0]), 4, 8, 8), MicroBatch(1, np.array([2]), 1, 1, 1)]
-    for _ in range(2):
-        speed.count(plan, np.array([2, 4, 1]), num_items=3)
-    with speed.paused():
+    clock = Stopwatch()
+    with clock.paused():
         seconds[0] += 99
     seconds[0] += 4
-    rates = speed.rates()
-    # Per step 7 tokens, of squares 4 + 16 + 1, and 3 items: 391 operations.
-    assert rates["perf/mfu"] == pytest.approx(2 * 391 / 4 / 1000)
-    assert (rates["perf/step_s"], rates["perf/samples_per_s"], rates["perf/tokens_per_s"]) == (2.0, 1.5, 3.5)
-    speed.peak_flops = None
-    speed.count(plan, np.array([2, 4, 1]), num_items=3)
-    seconds[0] += 4
-    assert "perf/mfu" not in speed.rates()
+    assert (clock.lap(), clock.lap()) == (4.0, 0.0)
 
 
 @pytest.mark.parametrize(

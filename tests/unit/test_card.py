@@ -5,12 +5,14 @@ import math
 import re
 import shutil
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import ModelCard
 
 from hftune import Recipe, Task, tasks
-from hftune.reporting.card import CARD, add_card, card, for_repository, purpose, read_facts
+from hftune.reporting.callbacks import Card
+from hftune.reporting.card import CARD, card, for_repository, purpose, read_facts
 
 BERT, YELP = "a" * 40, "b" * 40
 RESULT = {
@@ -229,13 +231,22 @@ def test_edits_stay_when_the_card_goes_to_the_hub(folder):
 
 def test_card_that_cannot_be_written_costs_one_line_and_not_the_run(folder, tmp_path, capsys):
     facts = folder("yelp_demo", result=None)
-    add_card(tmp_path / "out", facts.recipe, {**RESULT, "versions": None})
+    writer = Card()
+    writer.on_begin(SimpleNamespace(recipe=facts.recipe))
+
+    def end(**values):
+        result = SimpleNamespace(
+            model_dir=tmp_path / "out" / "model", output_dir=tmp_path / "out", to_json=lambda: RESULT | values
+        )
+        writer.on_end(SimpleNamespace(result=result))
+
+    end(versions=None)
     said = capsys.readouterr().out
     assert said.startswith(f"warning: {tmp_path}/out/model/README.md could not be written: ") and said.endswith(
         ". Everything else is saved.\n"
     )
     assert said.count("\n") == 1 and not (tmp_path / "out" / "model" / CARD).exists()
-    add_card(tmp_path / "out", facts.recipe, RESULT)
+    end()
     assert capsys.readouterr().out == ""
     assert (tmp_path / "out" / "model" / CARD).read_text().startswith("---\n")
 

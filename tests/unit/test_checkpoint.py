@@ -19,10 +19,10 @@ from hftune.checkpoints.checkpointer import (
 )
 from hftune.checkpoints.output_dir import read_state
 from hftune.checkpoints.resume import _changes
+from hftune.checkpoints.train_state import TrainState
 from hftune.config import Recipe
 from hftune.config.sections import CheckpointConfig
 from hftune.errors import ConfigError
-from hftune.loop import TrainState
 
 PROGRESS = {"state": {}, "values": {}, "digests": {}, "run_ids": {}, "micro_batch_size": [1, 8]}
 

@@ -13,8 +13,9 @@ from hftune import Recipe, cli
 from hftune.commands.replay import job_of, reserved
 from hftune.replay.history import Change, History, held
 from hftune.tracking.ledger import Ledger
+from tests.support.events import step_taken
 
-RESULTS = {"num_samples": 8, "digest": "x", "loss": 1.0, "grad_norm": 2.0, "lr": 0.1, "items": 8.0}
+RESULTS = {"num_samples": 8, "digest": "x", "loss": 1.0, "grad_norm": 2.0, "lr": 0.1, "num_items": 8.0}
 
 
 def recorded(folder, *overrides, starts=(0,), last=6, recipe="yelp_demo", **facts):
@@ -26,10 +27,10 @@ def recorded(folder, *overrides, starts=(0,), last=6, recipe="yelp_demo", **fact
     ledger = Ledger(folder / "ledger.jsonl")
     for number, start in enumerate(starts):
         nested["train"]["lr"] = 0.1 / (number + 1)
-        ledger.begin(start, {"world_size": 1, "precision": "no", **bounds, "plan": plan, "recipe": nested, **facts})
+        ledger.start(start, {"world_size": 1, "precision": "no", **bounds, "plan": plan, "recipe": nested, **facts})
         for step in range(start + 1, last + 1):
-            ledger.note(step, *divmod(step - 1, 5), **RESULTS)
-    ledger.close()
+            ledger.on_step(step_taken(step, divmod(step - 1, 5), **RESULTS))
+    ledger.file.close()
     return folder
 
 

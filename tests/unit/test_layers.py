@@ -19,11 +19,12 @@ models  distributed
 optim
 tasks  strategies
 build  checkpoints  evaluation
-inference
+inference  callbacks
 tracking
 replay
 reporting
-loop  planning
+milestones  planning
+loop  finish
 training
 run
 launchers
@@ -39,8 +40,6 @@ WINGS = {"elastic", "replay", "reporting", "planning", "launchers", "commands"}
 """They start runs, look at them, or let machines come and go. What a training needs is the core, which imports none of them."""
 DOORS = {"__init__", "run", "cli", "doctor", "spark"}
 """What users call; it leads into core and wings alike."""
-CORE_THAT_STILL_IMPORTS_A_WING = {"loop", "training"}
-"""Shrinks to nothing: report and card become callbacks, which the core finds by their names."""
 CIRCLES_THAT_ARE_LEFT = {
     frozenset({"replay.engine", "replay.leaving_out", "replay.samples"}),
     frozenset({"commands.replay", "commands.replay_steps"}),
@@ -79,7 +78,7 @@ def test_imports_lead_downwards():
 def test_every_file_and_package_has_its_floor_and_the_root_is_short():
     names = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
     assert names - {"__init__"} == FLOOR_OF.keys()
-    assert len(list(ROOT.glob("*.py"))) <= 15
+    assert len(list(ROOT.glob("*.py"))) <= 18
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
@@ -94,7 +93,7 @@ def test_the_core_imports_no_wing():
         if room not in WINGS | DOORS
         and any(name.startswith("hftune.") and name.split(".")[1] in WINGS for name in imports(path))
     }
-    assert guilty == CORE_THAT_STILL_IMPORTS_A_WING
+    assert not guilty
 
 
 @cache

@@ -17,6 +17,7 @@ from hftune.replay.audit import audit
 from hftune.replay.ledger import read_ledger
 from hftune.tracking.hardware import hardware, of_all
 from hftune.tracking.ledger import NOTHING, Ledger, plan_facts
+from tests.support.events import checkpoint_written, step_taken
 
 PLAN = BatchPlan(10, 4, seed=1)
 """Three steps an epoch."""
@@ -24,13 +25,12 @@ PLAN = BatchPlan(10, 4, seed=1)
 
 def begin(folder, step=0, **facts):
     ledger = Ledger(folder / "ledger.jsonl")
-    ledger.begin(step, {"world_size": 1, **plan_facts(PLAN), **facts})
+    ledger.start(step, {"world_size": 1, **plan_facts(PLAN), **facts})
     return ledger
 
 
 def where(step):
-    epoch, place = divmod(step - 1, PLAN.num_steps)
-    return {"step": step, "epoch": epoch, "step_in_epoch": place}
+    return {"step": step, "place": divmod(step - 1, PLAN.num_steps)}
 
 
 def used(step):
@@ -41,7 +41,9 @@ def used(step):
 
 def take(ledger, *steps, loss=0.1):
     for step in steps:
-        ledger.note(**where(step), **used(step), loss=loss + step / 7, grad_norm=1 / step, lr=1e-3 / 3, items=4.0)
+        ledger.on_step(
+            step_taken(**where(step), **used(step), loss=loss + step / 7, grad_norm=1 / step, lr=1e-3 / 3, num_items=4.0)
+        )
 
 
 def texts(folder):
@@ -58,9 +60,9 @@ def whole(tmp_path):
     """A start, steps 1 to 4, the checkpoint of step 3 behind step 4, and steps 5 and 6."""
     ledger = begin(tmp_path)
     take(ledger, 1, 2, 3, 4)
-    ledger.note_checkpoint(3, {"model": "a" * 64, "optimizer": "b" * 64})
+    ledger.on_checkpoint(checkpoint_written(3, model="a" * 64, optimizer="b" * 64))
     take(ledger, 5, 6)
-    ledger.close()
+    ledger.file.close()
     return tmp_path
 
 
@@ -77,9 +79,18 @@ def test_each_line_holds_the_hash_of_the_one_before_and_numbers_are_exact(whole)
 
 def test_lines_are_those_of_json_with_null_for_what_it_does_not_have(tmp_path):
     ledger = begin(tmp_path)
-    results = {"loss": np.float64(1 / 3), "grad_norm": float("inf"), "lr": 1e-300, "items": 3}
-    ledger.note(**where(1), **used(1), **results)
-    values = {**where(1), **used(1), "loss": 1 / 3, "grad_norm": None, "lr": 1e-300, "items": 3.0}
+    results = {"loss": np.float64(1 / 3), "grad_norm": float("inf"), "lr": 1e-300, "num_items": 3}
+    ledger.on_step(step_taken(**where(1), **used(1), **results))
+    values = {
+        "step": 1,
+        "epoch": 0,
+        "step_in_epoch": 0,
+        **used(1),
+        "loss": 1 / 3,
+        "grad_norm": None,
+        "lr": 1e-300,
+        "items": 3.0,
+    }
     start, step = texts(tmp_path)
     assert step.decode() == json.dumps({**values, "prev": sha256(start).hexdigest()})
 
@@ -88,9 +99,9 @@ def test_a_resume_adds_lines_and_says_which_ones_count(whole):
     before = (whole / "ledger.jsonl").read_bytes()
     hashes = {"step": 3, "model": "a" * 64, "optimizer": "b" * 64}
     ledger = begin(whole, 3, checkpoint=hashes, num_steps=5)
-    ledger.note_checkpoint(4, {"model": "c" * 64})
+    ledger.on_checkpoint(checkpoint_written(4, model="c" * 64))
     take(ledger, 4, 5, loss=0.3)
-    ledger.close()
+    ledger.file.close()
     assert (whole / "ledger.jsonl").read_bytes().startswith(before)
     record = read_ledger(whole)
     assert record.problems == [] and [*record.steps] == [1, 2, 3, 4, 5] and [*record.checkpoints] == [3, 4]
@@ -162,7 +173,9 @@ def test_forgery_whose_hashes_were_made_anew_has_another_end(whole):
 def test_steps_and_checkpoints_from_two_threads_keep_the_chain_whole(tmp_path):
     ledger = begin(tmp_path)
     with ThreadPoolExecutor(2) as threads:
-        noted = threads.submit(lambda: [ledger.note_checkpoint(step, {"model": "a" * 64}) for step in range(1, 200)])
+        noted = threads.submit(
+            lambda: [ledger.on_checkpoint(checkpoint_written(step, model="a" * 64)) for step in range(1, 200)]
+        )
         take(ledger, *range(1, 200))
         noted.result()
     assert audit(tmp_path).problems == [] and len(texts(tmp_path)) == 1 + 2 * 199
@@ -186,7 +199,7 @@ def test_lines_that_never_find_room_are_an_error_at_the_end(whole, monkeypatch):
     monkeypatch.setattr(ledger.file, "_file", FullDisk(ledger.file._file, room=0))
     take(ledger, 7)
     with pytest.raises(TrainingError, match=r"ledger.jsonl cannot be written: No space left on device\. Free disk space"):
-        ledger.close()
+        ledger.file.close()
 
 
 class FullDisk:
@@ -214,7 +227,7 @@ class FullDisk:
 def test_steps_left_out_are_listed_and_their_epochs_are_not_whole(tmp_path, capsys):
     ledger = begin(tmp_path)
     take(ledger, 1, 2, 3, 4)
-    ledger.note_skipped(**where(5))
+    ledger.on_step(step_taken(**where(5)))
     take(ledger, 6)
     found = audit(tmp_path)
     assert (found.problems, found.skipped, found.steps, found.whole_epochs, found.samples) == ([], [5], 6, 1, 16)

@@ -19,8 +19,8 @@ import torch
 
 from hftune import Recipe, train
 from hftune.data.augmentation import Augmented
+from hftune.distributed.garbage import frozen_garbage
 from hftune.distributed.progress import Progress
-from hftune.loop import frozen_garbage
 from hftune.strategies.base import StepReport, Strategy
 from hftune.strategies.loading import Loader, read_ahead
 from tests.support.runs import Run
@@ -116,7 +116,7 @@ def trained(folder: Path, *words: str) -> Run:
 @pytest.fixture
 def nothing_frozen(monkeypatch):
     """As in a program of a user's; tests/conftest.py freezes, and tests/support/worker.py spares processes to count."""
-    monkeypatch.setattr("hftune.loop.gc", gc)
+    monkeypatch.setattr("hftune.distributed.garbage.gc", gc)
     gc.unfreeze()
     yield
     gc.freeze()
@@ -218,7 +218,7 @@ def test_a_sample_that_cannot_be_read_fails_in_its_own_step_and_is_named(tmp_pat
 
 def test_objects_that_a_program_has_frozen_stay_so_and_are_counted_once(monkeypatch):
     """Counting goes from object to object: 0.1 s for a million, which each step would take."""
-    monkeypatch.setattr("hftune.loop.gc", gc)
+    monkeypatch.setattr("hftune.distributed.garbage.gc", gc)
     counted = []
     monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(1) or 10**6)
     monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("froze"))

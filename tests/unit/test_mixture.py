@@ -18,6 +18,7 @@ from hftune.data.mixture import load_mixture
 from hftune.replay.audit import audit
 from hftune.tasks import Chats, LanguageModeling, SequenceClassification
 from hftune.tracking.ledger import Ledger, plan_facts
+from tests.support.events import step_taken
 
 CONFIG = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
@@ -78,17 +79,17 @@ def test_passes_run_on_across_epochs_in_a_new_order_each():
 
 def written(folder, batches, steps, swap=False):
     ledger = Ledger(folder / "ledger.jsonl")
-    ledger.begin(0, {"world_size": 2, **plan_facts(batches)})
+    ledger.start(0, {"world_size": 2, **plan_facts(batches)})
     for step in range(steps):
         epoch, place = divmod(step, batches.num_steps)
         own = np.concatenate([micro_batch.samples for micro_batch in batches.epoch(epoch)[place]])
         if swap and step == steps - 1:
             own = own.copy()
             own[0] = (own[0] + 1) % batches.num_samples
-        results = {"loss": 1.0, "grad_norm": 1.0, "lr": 1e-3, "items": 4.0}
+        results = {"loss": 1.0, "grad_norm": 1.0, "lr": 1e-3, "num_items": 4.0}
         digest = format_digest(*samples_digest(own))
-        ledger.note(step + 1, epoch, place, num_samples=len(own), digest=digest, **results)
-    ledger.close()
+        ledger.on_step(step_taken(step + 1, (epoch, place), num_samples=len(own), digest=digest, **results))
+    ledger.file.close()
     return audit(folder)
 
 

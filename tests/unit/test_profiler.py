@@ -6,7 +6,9 @@ import json
 import pytest
 import torch
 
-from hftune.tracking.profiler import StepProfiler, unreachable_steps
+from hftune.callbacks import StepBegin
+from hftune.tracking.profiler import Profiler, unreachable_steps
+from tests.support.events import step_taken
 
 CPU = torch.device("cpu")
 
@@ -14,9 +16,9 @@ CPU = torch.device("cpu")
 def run(profiler, steps):
     """Take steps, each with a matrix product; what is between two of them is an addition."""
     for step in steps:
-        profiler.before(step)
+        profiler.on_step_begin(StepBegin(step))
         torch.mm(torch.ones(4, 4), torch.ones(4, 4))
-        profiler.after(step)
+        profiler.on_step(step_taken(step))
         torch.add(1, 1)
 
 
@@ -27,7 +29,7 @@ def operators(path):
 
 def test_each_process_writes_a_trace_and_a_table_of_exactly_these_steps(tmp_path, capsys):
     for rank in (1, 0):
-        run(StepProfiler([2, 4], tmp_path / "profile", rank, CPU), range(1, 8))
+        run(Profiler([2, 4], tmp_path / "profile", rank, CPU), range(1, 8))
     names = [f"steps_2-4_process{rank}.{kind}" for rank in (0, 1) for kind in ("json.gz", "txt")]
     assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == names
     assert operators(tmp_path / "profile" / names[2]).count("aten::mm") == 3
@@ -39,26 +41,26 @@ def test_each_process_writes_a_trace_and_a_table_of_exactly_these_steps(tmp_path
 
 
 def test_a_run_that_is_stopped_and_resumed_keeps_both_parts(tmp_path):
-    stopped = StepProfiler([2, 4], tmp_path, 0, CPU)
+    stopped = Profiler([2, 4], tmp_path, 0, CPU)
     run(stopped, (1, 2))
-    stopped.before(3)  # and is stopped before it has computed it
-    stopped.close()
-    run(StepProfiler([2, 4], tmp_path, 0, CPU), (3, 4, 5))
-    run(StepProfiler([2, 4], tmp_path, 0, CPU), (5, 6))
+    stopped.on_step_begin(StepBegin(3))  # and is stopped before it has computed it
+    stopped.on_end(None)
+    run(Profiler([2, 4], tmp_path, 0, CPU), (3, 4, 5))
+    run(Profiler([2, 4], tmp_path, 0, CPU), (5, 6))
     assert sorted(path.stem for path in tmp_path.glob("*.txt")) == ["steps_2-2_process0", "steps_3-4_process0"]
     assert operators(tmp_path / "steps_3-4_process0.json.gz").count("aten::mm") == 2
 
 
 def test_without_the_key_nothing_is_profiled(tmp_path):
-    profiler = StepProfiler(None, tmp_path / "profile", 0, CPU)
+    profiler = Profiler(None, tmp_path / "profile", 0, CPU)
     run(profiler, range(3))
-    profiler.close()
+    profiler.on_end(None)
     assert not (tmp_path / "profile").exists()
 
 
 def test_what_cannot_be_written_is_a_warning(tmp_path, capsys):
     (tmp_path / "profile").write_text("in the way")
-    run(StepProfiler([1, 1], tmp_path / "profile", 3, CPU), (1, 2, 1))
+    run(Profiler([1, 1], tmp_path / "profile", 3, CPU), (1, 2, 1))
     (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith("warning: The profile of process 3 could not be written: ") and said.endswith("Training continues.")
 
@@ -68,7 +70,7 @@ def test_a_profiler_that_does_not_start_is_a_warning_and_not_tried_again(tmp_pat
         raise RuntimeError("CUPTI is in use")
 
     monkeypatch.setattr("torch.profiler.profile", broken)
-    run(StepProfiler([1, 3], tmp_path, 0, CPU), (1, 2, 3))
+    run(Profiler([1, 3], tmp_path, 0, CPU), (1, 2, 3))
     assert capsys.readouterr().out == (
         "warning: The profile of process 0 could not be started: CUPTI is in use. Training continues.\n"
     )

@@ -6,6 +6,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,8 +18,9 @@ from hftune.replay.metrics_log import Curve
 from hftune.replay.run_record import read_run, run_names
 from hftune.reporting import page as report
 from hftune.reporting.blocks import duration, millions, number
+from hftune.reporting.callbacks import Report
 from hftune.reporting.charts import make_charts
-from hftune.reporting.page import Reporter, page, write_report
+from hftune.reporting.page import page, write_report
 
 ASSETS = Path(report.__file__).parent / "assets"
 NASTY = (
@@ -409,16 +411,17 @@ def test_runs_are_named_by_as_much_of_their_paths_as_tells_them_apart():
 # In training
 
 
-def test_report_that_cannot_be_written_gives_one_warning(make_run, monkeypatch):
-    folder, said = make_run(), []
-    reporter = Reporter()
+def test_report_that_cannot_be_written_gives_one_warning(make_run, monkeypatch, capsys):
+    folder = make_run()
+    reporter = Report()
+    reporter.on_begin(SimpleNamespace(output_dir=folder))
     monkeypatch.setattr(report, "page", lambda folders: 1 / 0)
-    reporter.write(folder, said.append)
-    reporter.write(folder, said.append)
-    assert said == [
+    for _ in range(2):
+        reporter.on_evaluation(SimpleNamespace(split="eval"))
+    assert capsys.readouterr().out == (
         f"warning: {folder}/report.html could not be written: ZeroDivisionError: division by zero. Training continues; "
-        f"hftune report {folder} tries again."
-    ]
+        f"hftune report {folder} tries again.\n"
+    )
 
 
 def test_report_that_takes_long_is_written_rarely_but_at_the_end(make_run, monkeypatch):
@@ -428,12 +431,13 @@ def test_report_that_takes_long_is_written_rarely_but_at_the_end(make_run, monke
         written.append(now[0])
         now[0] += 3.0
 
-    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(report, "write_report", slowly)
-    reporter = Reporter()
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("hftune.reporting.callbacks.write_report", slowly)
+    reporter = Report()
+    reporter.on_begin(SimpleNamespace(output_dir=folder))
     for now[0] in (100.0, 120.0, 159.0, 160.0, 161.0):  # 3 seconds are 5 percent of a minute
-        reporter.write(folder, print)
-    reporter.write(folder, print, is_last=True)
+        reporter.on_evaluation(SimpleNamespace(split="eval"))
+    reporter.on_end(None)
     assert written == [100.0, 160.0, 161.0]
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hftune.errors import TrainingError
-from hftune.loop import score_of
+from hftune.evaluation import score_of
 from hftune.metrics import retrieval
 from hftune.metrics.retrieval import mrr_at, rank_positives, recall_at, spearman
 from hftune.models.pooling import pooled

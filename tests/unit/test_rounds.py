@@ -15,6 +15,7 @@ from hftune.checkpoints import atomic_files
 from hftune.checkpoints.atomic_files import only_writer
 from hftune.checkpoints.checkpointer import Checkpointer, steps
 from hftune.checkpoints.resume import find_start, is_restarted, member, note_begun
+from hftune.config.every import Every
 from hftune.config.sections import CheckpointConfig
 from hftune.distributed import rounds, watchdog
 from hftune.distributed.failure_report import STOPPED, Report
@@ -24,9 +25,10 @@ from hftune.distributed.progress import Progress
 from hftune.distributed.rendezvous import await_all
 from hftune.distributed.rounds import FOLDER, JOB, ROUND, AgentFolder, Failure, Over, wait_for_agent
 from hftune.distributed.watchdog import State, Watchdog
-from hftune.loop import checkpoint_is_late
+from hftune.loop import is_late
 from hftune.tracking import ledger as ledger_module
 from hftune.tracking.ledger import Ledger, last_step
+from tests.support.events import step_taken
 
 LOST = Over("Lost node2 (10.0.0.2): no sign of life for 4 s", is_planned=False)
 COME = Over("node3 (10.0.0.3) has come", is_planned=True)
@@ -91,11 +93,11 @@ def test_a_later_round_takes_the_folder_over_from_a_main_process_that_hangs(in_r
             writer = write_checkpoint(tmp_path, Recipe.load("mnist_demo", "output_dir=out"), is_ours=was_ours)
             assert writer.failure == "another process has taken over the folder"
             assert steps(tmp_path / "checkpoints") == []
-            ledger = Ledger(tmp_path / "ledger.jsonl", was_ours)
-            ledger.begin(0, {})
+            ledger = Ledger(tmp_path / "ledger.jsonl", is_ours=was_ours)
+            ledger.start(0, {})
             monkeypatch.setattr(ledger_module, "AWAY_S", 0.0)
             with pytest.raises(TrainingError, match="is another process's by now: this one was stopped for a while"):
-                ledger.note_skipped(1, 0, 0)
+                ledger.on_step(step_taken(1))
             assert last_step(ledger.path) == 0
             with pytest.raises(ConfigError):  # of its own round
                 only_writer(tmp_path).__enter__()
@@ -194,19 +196,11 @@ def test_a_process_leaves_a_round_once_its_agent_knows_that_it_is_over(in_round,
 
 
 def test_the_clock_of_the_main_process_decides_when_a_checkpoint_is_late():
-    def late(every="5 s", is_main=True, saved=-100.0, is_writing=False):
-        recipe = SimpleNamespace(checkpoint=CheckpointConfig(every=every))
-        return checkpoint_is_late(
-            SimpleNamespace(
-                recipe=recipe,
-                strategy=SimpleNamespace(is_main=is_main),
-                saved=saved,
-                checkpointer=SimpleNamespace(is_writing=is_writing),
-            )
-        )
+    def late(every="5 s", is_main=True, since=-100.0):
+        return is_late(SimpleNamespace(strategy=SimpleNamespace(is_main=is_main)), Every.read(every), since)
 
-    assert late() and not late(every=500) and not late(is_main=False) and not late(is_writing=True)
-    assert not late(saved=float("inf"))
+    assert late() and not late(every="never") and not late(every=5) and not late(is_main=False)
+    assert not late(since=float("inf"))
 
 
 def test_the_processes_of_a_round_wait_for_each_other_before_they_connect():

@@ -14,8 +14,8 @@ from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from hftune import ConfigError, Recipe, TrackConfig, TrackerBackend
+from hftune.callbacks import Failure
 from hftune.config import sections
-from hftune.distributed.failure_report import STOPPED, Report
 from hftune.distributed.rounds import FOLDER, ROUND, AgentFolder, Over
 from hftune.tracking import lane
 from hftune.tracking import tracker as tracking
@@ -124,19 +124,19 @@ def test_a_tracker_of_ones_own_gets_everything(tmp_path):
 
 def test_a_run_that_ends_early_says_why_unless_it_is_to_be_resumed(tmp_path, monkeypatch):
     failed = opened(tmp_path, "Remembers")
-    failed.end_early(Report("[process 1]\nTraceback (most recent call last):\nValueError: no such word"))
+    failed.on_failure(Failure(reason="ValueError: no such word", is_interruption=False))
     assert calls(failed, "Remembers")[1:] == [
         ("alert", "unnamed failed", "ValueError: no such word", "error"),
         ("finish", "failed"),
     ]
     stopped = opened(tmp_path, "Remembers")
-    stopped.end_early(Report("hftune: SIGTERM: stopped after step 3.", STOPPED))
+    stopped.on_failure(Failure(reason="SIGTERM: stopped after step 3.", is_interruption=True))
     assert calls(stopped, "Remembers")[1:] == [("finish", "interrupted")]
     monkeypatch.setenv(ROUND, "0")
     monkeypatch.setenv(FOLDER, str(tmp_path))
     AgentFolder(tmp_path).end(0, Over("A machine has come", is_planned=True))
     paused = opened(tmp_path, "Remembers")
-    paused.end_early(Report("hftune: A machine has come.", STOPPED))
+    paused.on_failure(Failure(reason="A machine has come.", is_interruption=True))
     assert calls(paused, "Remembers")[1:] == [("finish", "paused")]
 
 
@@ -203,7 +203,7 @@ def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(ends, tmp_path
         tracker.log(step, None, {"train/loss": 2.0})
         tracker.log_samples(step, [{"text": "a"}])
     assert time.monotonic() - began < 5
-    tracker.close("done") if ends == "finished" else tracker.end_early(Report("hftune: SIGTERM", STOPPED))
+    tracker.close("done") if ends == "finished" else tracker.on_failure(Failure(reason="SIGTERM", is_interruption=True))
     assert time.monotonic() - began < 10
     hanging = tracker._lanes[0].backend.calls
     assert [call[1] for call in hanging if call[0] == "log"] == [*range(1, 200)], "numbers are made in another thread"
@@ -319,7 +319,7 @@ def test_a_resumed_run_at_such_a_tracker_is_a_new_one_with_the_earlier_steps(tmp
         tracker.start(recipe, step, False, tracker.run_ids(), {})
         package.reset_mock() if step == 0 else None
         tracker.log(step + 1, step + 1.0, {"train/loss": 2.0 - step, "eval/none": float("nan")})
-        tracker.end_early(Report("hftune: SIGTERM", STOPPED))
+        tracker.on_failure(Failure(reason="SIGTERM", is_interruption=True))
     assert [made.args[0] for made in package.init().log.call_args_list[1:]] == [
         {"epoch": 1.0, "train/loss": 2.0},
         {"epoch": 2.0, "train/loss": 1.0},

@@ -1,0 +1,221 @@
+"""A run, and what some of its steps end with: a line of the log, an evaluation, a checkpoint. It knows no forward pass."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hftune.batch_plan import BatchPlan
+from hftune.callbacks import Callbacks, CheckpointDone, EvaluationDone, Log, Wishes
+from hftune.checkpoints.atomic_files import GrowingFile
+from hftune.checkpoints.checkpointer import Checkpointer, path_of
+from hftune.checkpoints.export import export
+from hftune.checkpoints.train_state import Provenance, TrainState
+from hftune.config import Recipe
+from hftune.distributed.pulse import marked_while_moving
+from hftune.distributed.signals import StopRequest
+from hftune.errors import Interrupted
+from hftune.evaluation import Evaluation, evaluate, score_of
+from hftune.strategies.base import Strategy
+from hftune.task import ask
+from hftune.tracking.throughput import Stopwatch
+
+
+@dataclass
+class Run:
+    """What one training run works with."""
+
+    recipe: Recipe
+    strategy: Strategy
+    plan: BatchPlan
+    datasets: Mapping[str, Any]
+    num_steps: int
+    """Optimizer steps from the first to the last, those before an interruption included."""
+    state: TrainState
+    provenance: Provenance
+    callbacks: Callbacks
+    checkpointer: Checkpointer
+    stop: StopRequest
+    clock: Stopwatch
+    """What it measures is training; evaluations and checkpoints do not count."""
+    on_scored: Callable[[int, int], None]
+    """Shows the progress of an evaluation."""
+    logs: Callable[[], Sequence[GrowingFile]] = tuple
+    """Returns the files that a checkpoint must not be ahead of."""
+    began: float = field(default_factory=time.monotonic)
+    saved: float = field(default_factory=time.monotonic)
+    """When the last checkpoint was begun, or training; and likewise:"""
+    evaluated: float = field(default_factory=time.monotonic)
+    logged: float = field(default_factory=time.monotonic)
+    waited_s: float = 0.0
+    """How long training waited for the last checkpoint."""
+    wishes: Wishes = field(init=False)
+
+    def __post_init__(self):
+        self.wishes = Wishes(self.state.pending)
+
+    @cached_property
+    def recipe_text(self) -> str:
+        """The recipe as YAML, for checkpoints."""
+        return self.recipe.to_yaml()
+
+    def seconds(self) -> float:
+        """Return the seconds of training, those before an interruption included."""
+        return self.state.seconds + time.monotonic() - self.began
+
+    def has_ended(self) -> bool:
+        """Return whether no step is left to take; equal on all processes."""
+        return self.state.has_ended(self.num_steps, self.recipe.eval.patience)
+
+    def epoch(self) -> float:
+        """Return the number of finished passes over the training data, with a fraction."""
+        return self.state.progress(self.plan.num_steps)
+
+    def tell_while_waiting(self, event: str, record: Callable[[], Any]) -> None:
+        """Let callbacks hear of something that may take them long, while the other processes wait. Collective."""
+
+        def tell() -> None:
+            with marked_while_moving(self.strategy.progress):
+                self.callbacks.tell(event, record())
+
+        self.strategy.on_main(tell)
+        if not self.strategy.is_main:
+            tell()
+
+
+def evaluation_is_due(run: Run) -> bool:
+    """Say whether an evaluation after this step is to be made and has not been made yet."""
+    config, state = run.recipe.eval, run.state
+    if config.is_off or state.evaluated_step == state.step:
+        return False
+    is_time = config.falls_on(state.step, run.num_steps, run.plan.num_steps)
+    return is_time or state.evaluation_is_asked or run.has_ended()
+
+
+def checkpoint_is_due(run: Run) -> bool:
+    """Say whether to write a checkpoint after this step; see CheckpointConfig."""
+    state = run.state
+    is_best = state.best_step == state.step  # so that the best model's checkpoint is one of those that are kept
+    return is_best or run.has_ended() or run.recipe.checkpoint.falls_on(state.step, run.num_steps, run.plan.num_steps)
+
+
+def log_mean_loss(run: Run, values: Mapping[str, float]) -> None:
+    """Log the mean loss since the last line, and values of the present step. Equal on all processes."""
+    run.logged = time.monotonic()
+    log(run, {"train/loss": run.state.take_mean_loss(), **values})
+
+
+def log(run: Run, values: Mapping[str, Any]) -> None:
+    """Log values at the present step, and with them what callbacks have logged. Equal on all processes."""
+    run.callbacks.tell("on_log", Log(step=run.state.step, epoch=run.epoch(), values={**values, **run.wishes.take_values()}))
+
+
+def interrupt(run: Run) -> NoReturn:
+    """Write a checkpoint and leave. Collective.
+
+    Raises:
+        Interrupted: always, on all processes.
+    """
+    save_checkpoint(run)
+    raise Interrupted(f"{run.stop.name or 'Another process was asked to stop'}: stopped after step {run.state.step}.")
+
+
+def save_checkpoint(run: Run) -> None:
+    """Copy the state to the host and leave the writing to another thread. Collective.
+
+    A checkpoint that cannot be written does not end the run: earlier ones are intact, and the next one is tried when it is due.
+    """
+    state, began = run.state, time.monotonic()
+    with run.clock.paused():
+        run.strategy.on_main(run.checkpointer.wait)  # the host's copies may be overwritten from here on
+        tell_failed_checkpoint(run)
+        saved = run.strategy.state()
+        if saved is not None:
+            tensors, values = saved
+            progress = {"state": {**asdict(state), "seconds": run.seconds()}, "values": values, **asdict(run.provenance)}
+            run.waited_s = time.monotonic() - began
+            run.checkpointer.write(state.step, tensors, progress, run.recipe_text, state.best_step, run.logs())
+    run.saved = began
+
+
+def tell_failed_checkpoint(run: Run) -> None:
+    """Let callbacks hear if the last checkpoint could not be written. Main process only."""
+    writer = run.checkpointer
+    if writer.failure is not None:
+        left = f"The last intact one is of step {writer.last}." if writer.last else "This run has no intact one yet."
+        text = f"A checkpoint could not be written: {writer.failure}. {left} Training continues; the next one is due later."
+        failed = CheckpointDone(step=writer.begun, path=path_of(writer.folder, writer.begun), failure=text)
+        run.callbacks.tell("on_checkpoint", failed)
+        writer.failure = None
+
+
+def evaluate_and_keep(run: Run) -> None:
+    """Evaluate, log, and export the model if it is the best so far (the earlier one of equals). Collective.
+
+    Raises:
+        Interrupted: a process was asked to stop; a resumed run starts with this evaluation.
+        TrainingError: the task did not compute ``eval.metric``, or it is not a finite number.
+    """
+    with run.clock.paused():
+        run.strategy.progress.stage(f"the evaluation after step {run.state.step}")
+        workers, should_stop = run.recipe.train.num_workers, lambda: bool(run.stop)
+        with run.strategy.averaged():
+            evaluation = evaluate(
+                run.strategy, run.datasets["eval"], run.recipe.eval, workers, should_stop, on_scored=run.on_scored
+            )
+            if evaluation is not None:
+                keep(run, evaluation)
+        run.evaluated = time.monotonic()
+        if evaluation is None:  # with the weights in training, which the checkpoint needs
+            interrupt(run)
+
+
+def keep(run: Run, evaluation: Evaluation) -> None:
+    """Log an evaluation, export the model if it is the best so far, and let callbacks hear of it. Collective.
+
+    Raises:
+        TrainingError: as ``evaluate_and_keep``.
+    """
+    recipe, state, strategy = run.recipe, run.state, run.strategy
+    log(run, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
+    score = score_of(evaluation.metrics, recipe.eval.metric, state.step)
+    is_best = state.best is None or (score > state.best if recipe.greater_is_better else score < state.best)
+    if is_best:
+        state.best, state.best_step = score, state.step
+    state.note_score(score, recipe.greater_is_better, recipe.eval.min_improvement)
+    strategy.progress.stage(f"saving after step {state.step}")
+    if is_best:
+        model = strategy.unwrap()
+        about = {"step": state.step, "metric": recipe.eval.metric, "value": score}
+        about["columns"] = dict(ask(recipe.task, "read_columns", {}))
+        folder = Path(recipe.output_dir) / "model"
+        strategy.on_main(lambda: export(recipe.task, model, folder, about, recipe.adapter.export))
+    run.tell_while_waiting("on_evaluation", lambda: evaluation_done(run, evaluation))
+    if run.wishes.values:
+        log(run, {})
+    state.evaluated_step, state.evaluation_is_asked, state.metrics = state.step, False, evaluation.metrics
+
+
+def evaluation_done(run: Run, evaluation: Evaluation) -> EvaluationDone:
+    """Return what callbacks hear of an evaluation of the eval split."""
+    task, state = run.recipe.task, run.state
+    rows = ask(task, "describe", evaluation.rows, evaluation.rows)
+    samples = [{name: row[name] for name in task.sample_fields} for row in rows[: run.recipe.eval.show_samples]]
+    return EvaluationDone(
+        step=state.step,
+        epoch=run.epoch(),
+        wishes=run.wishes,
+        split="eval",
+        metrics=evaluation.metrics,
+        rows=rows,
+        samples=samples,
+        images=evaluation.images,
+        captions=[ask(task, "caption", "", row) for row in rows[: len(evaluation.images)]],
+        labels=ask(task, "labels", None),
+        best=state.best,
+        best_step=state.best_step,
+    )

@@ -1,0 +1,125 @@
+"""Collects what is known of a run before its first step: for run.json, and for the ledger's line about the start.
+
+Main process only; it knows no loop.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hftune import __version__
+from hftune.build import Parts
+from hftune.checkpoints.atomic_files import explain_write_errors
+from hftune.checkpoints.checkpointer import Checkpoint
+from hftune.checkpoints.train_state import Provenance
+from hftune.config import Recipe
+from hftune.data.digest import cached_row_hashes
+from hftune.data.row_hashes import NAME as ROWS
+from hftune.data.row_hashes import root, write_rows
+from hftune.distributed.consistency import code_of, fingerprint, named_code
+from hftune.distributed.progress import Progress
+from hftune.distributed.pulse import marked_while_moving
+from hftune.strategies.base import Strategy
+from hftune.task import ask
+from hftune.tracking.facts import Facts, command, git_state, now
+from hftune.tracking.ledger import plan_facts
+
+
+def run_facts(recipe: Recipe, strategy: Strategy, parts: Parts, provenance: Provenance, num_nodes: int) -> Facts:
+    """Collect what run.json says."""
+    labels = ask(recipe.task, "labels", None)
+    digests = {split: provenance.digests.get(f"{split} data") for split in parts.datasets}
+    return Facts(
+        recipe=recipe.recipe,
+        started=now(),
+        command=command(),
+        processes=strategy.num_processes,
+        nodes=num_nodes,
+        device=torch.cuda.get_device_name(strategy.device) if strategy.device.type == "cuda" else strategy.device.type,
+        precision=strategy.precision,
+        model=parts.model_name,
+        parameters=parts.num_parameters,
+        trainable_parameters=parts.num_trainable,
+        data={split: {"samples": len(rows), "digest": digests[split]} for split, rows in parts.datasets.items()},
+        labels=None if labels is None else list(map(str, labels)),
+        commits=provenance.commits,
+        versions=versions(),
+        git=git_state(),
+        num_steps=parts.num_steps,
+        steps_per_epoch=parts.plan.num_steps,
+        notices=parts.notices,
+        code=code_of(recipe.task) | named_code(recipe),
+        fold_data=ask(recipe.task, "fold_data", None),
+    )
+
+
+def start_facts(
+    recipe: Recipe,
+    strategy: Strategy,
+    parts: Parts,
+    provenance: Provenance,
+    checkpoint: Checkpoint | None,
+    computed_on: Mapping[str, Any],
+    rows_root: str | None,
+) -> dict[str, Any]:
+    """Collect what the ledger says of a start: everything that the steps from here on follow from.
+
+    No times, and no folder of the run: nothing in which equal runs would differ.
+
+    Args:
+        checkpoint: that the run is resumed from.
+        computed_on: the hardware of all processes.
+        rows_root: stands for all rows of the training data.
+    """
+    own, roots = fingerprint(recipe), {"train": rows_root}
+    if checkpoint is None:
+        origin: dict[str, Any] = {"weights": parts.first_weights}
+    else:
+        origin = {"checkpoint": {"step": checkpoint.step, **checkpoint.hashes}}
+    return {
+        "world_size": strategy.num_processes,
+        **plan_facts(parts.plan),
+        "strategy": type(strategy).__name__,
+        "precision": strategy.precision,
+        "num_steps": parts.num_steps,
+        "steps_per_epoch": parts.plan.num_steps,
+        "recipe": {key: value for key, value in recipe.to_dict().items() if key not in ("output_dir", "resume")},
+        "code": own["code"],
+        "packages": own["packages"],
+        "hardware": computed_on,
+        "commits": provenance.commits,
+        "base": provenance.base,
+        "data": {
+            split: {"rows": len(rows), "digest": provenance.digests.get(f"{split} data"), "root": roots.get(split)}
+            for split, rows in parts.datasets.items()
+        },
+        **origin,
+    }
+
+
+def keep_rows(folder: Path, dataset: Any, digest: str, progress: Progress) -> str | None:
+    """Write rows.bin, and return the hash that stands for all rows of the training data, if there is one.
+
+    Args:
+        digest: of the data.
+    """
+    progress.stage("hashing the rows of the training data")
+    with marked_while_moving(progress):
+        hashes = cached_row_hashes(dataset, digest)
+    with explain_write_errors(folder / ROWS):
+        write_rows(folder, hashes)
+    return None if hashes is None else root(hashes)
+
+
+@functools.cache  # finding them takes longer than a short step
+def versions() -> dict[str, str]:
+    """Return the versions that the result depends on."""
+    packages = ("torch", "accelerate", "transformers", "datasets")
+    return {"hftune": __version__, "python": platform.python_version(), **{name: version(name) for name in packages}}

@@ -1,0 +1,17 @@
+"""Records of events, as the loop makes them, for tests of what hears of them."""
+
+from pathlib import Path
+from typing import Any
+
+from hftune.callbacks import CheckpointDone, Step, Wishes
+
+
+def step_taken(step: int, place: tuple[int, int] = (0, 0), **values: Any) -> Step:
+    """Return the record of a step; without values, of one that was skipped."""
+    wishes = values.pop("wishes", None) or Wishes({})
+    return Step(step=step, epoch=0.5, wishes=wishes, place=place, **{"loss": None, **values})
+
+
+def checkpoint_written(step: int, **hashes: str) -> CheckpointDone:
+    """Return the record of a checkpoint that is complete."""
+    return CheckpointDone(step=step, path=Path(f"step_{step:08d}"), hashes=hashes)
