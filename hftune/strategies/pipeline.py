@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from hftune.config.sections import ParallelConfig
 from hftune.distributed.progress import Progress
 from hftune.errors import TrainingError
 from hftune.models.trial import restored_buffers
+from hftune.strategies.absent_model import absent_model
 from hftune.strategies.base import StepBatch, Strategy, dummy_micro_batch
 from hftune.strategies.packing import compute, inputs_of, install_packing
 from hftune.strategies.pipeline_sharding import Grid, StagedWeights
@@ -49,6 +50,14 @@ SCHEDULES: dict[str, type[TorchSchedule]] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
+
+
+def refuse_model() -> NoReturn:
+    """Raise TrainingError where a task uses the whole model, which no process of a pipeline has."""
+    raise TrainingError(
+        "task.predictions uses the model, but no process of a pipeline has the whole model. Use only the outputs that it is "
+        "given, or set parallel.pipeline_stages=1."
+    )
 
 
 @dataclass
@@ -160,7 +169,7 @@ class Pipeline(Strategy):
         layers = layers_of(model)
         self._seeds.watch(layers)
         self.sharding.prepare(model, optimizer)
-        self.model = UnavailableModel()
+        self.model = absent_model(refuse_model)
         self._stages: dict[int, Stage] = {}
         for index, module in self.sharding.modules.items():
             if self.collate_packed is not None:
@@ -363,21 +372,3 @@ class Pipeline(Strategy):
         flags = torch.tensor(float(flag), device=self.device)
         torch.distributed.all_reduce(flags, group=self.grid.pipeline)
         return bool(flags)
-
-
-class UnavailableModel(nn.Module):
-    """Takes the place of the whole model, which no process of a pipeline has."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "training":
-            return super().__getattr__(name)
-        raise TrainingError(
-            f"task.predictions uses the model's {name}, but no process of a pipeline has the whole model. Use only the outputs "
-            "that it is given, or set parallel.pipeline_stages=1."
-        )
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise TrainingError(
-            "task.predictions calls the model, but no process of a pipeline has the whole model. Use only the outputs that it "
-            "is given, or set parallel.pipeline_stages=1."
-        )

@@ -22,57 +22,32 @@ from torch import Tensor
 from torch.autograd import Variable
 
 
-class HostInterval:
-    """An interval on a device that has computed when a call returns: the CPU."""
+class Interval:
+    """The time between two calls: on a GPU, which computes later than it is called, between two events in its queue."""
 
-    _began = _ended = 0.0
-
-    def begin(self) -> None:
-        self._began = self._ended = time.perf_counter()
-
-    def end(self) -> None:
-        self._ended = time.perf_counter()
-
-    def seconds(self) -> float:
-        return self._ended - self._began
-
-
-class CudaInterval:
-    """An interval in the queue of a GPU, which computes later than it is called."""
-
-    def __init__(self):
-        self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    def __init__(self, device: torch.device):
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._times_s = [0.0, 0.0]
 
     def begin(self) -> None:
-        self._began.record()
-        self._ended.record()
+        """Begin; until ``end`` is called, the interval is empty."""
+        self._mark(0)
+        self._mark(1)
 
     def end(self) -> None:
-        self._ended.record()
+        self._mark(1)
+
+    def _mark(self, which: int) -> None:
+        if self._events:
+            self._events[which].record()
+        else:
+            self._times_s[which] = time.perf_counter()
 
     def seconds(self) -> float:
         """Return 0 if the GPU is not there yet, instead of waiting for it."""
-        return self._began.elapsed_time(self._ended) / 1000 if self._ended.query() else 0.0
-
-
-INTERVALS: dict[str, type[HostInterval] | type[CudaInterval]] = {"cpu": HostInterval, "cuda": CudaInterval}
-
-
-class DeviceMemory:
-    """The most memory that this process's tensors take on its GPU; on a CPU, what the whole process takes."""
-
-    def __init__(self, device: torch.device):
-        self._device, self._process = device, psutil.Process()
-
-    def peak_bytes(self) -> int:
-        """Return the most on a GPU since ``restart``, and what there is now on a CPU, which keeps no record."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        return self._process.memory_info().rss
-
-    def restart(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self._events:
+            return self._events[0].elapsed_time(self._events[1]) / 1000 if self._events[1].query() else 0.0
+        return self._times_s[1] - self._times_s[0]
 
 
 class StepTimes:
@@ -84,25 +59,21 @@ class StepTimes:
     """
 
     def __init__(self, device: torch.device, rank: int, num_processes: int, computes_alone: bool):
-        self.rank, self.num_processes = rank, num_processes
-        kind = INTERVALS.get(device.type) if computes_alone and num_processes > 1 else None
-        self._computing = None if kind is None else kind()
-        self._memory = DeviceMemory(device)
+        self.device, self.rank, self.num_processes = device, rank, num_processes
+        is_timed = computes_alone and num_processes > 1 and device.type in ("cpu", "cuda")
+        self._computing = Interval(device) if is_timed else None
+        self._process = psutil.Process()
         self._told = [0.0, 0.0, 0.0]
         """Seconds of loading and of computing in the last finished step, and bytes after it. This process tells the others
         in the next one."""
         self._told_of_s = 0.0
         """Duration of that step."""
-        self._restart()
+        self.discard()
         self._forget()
 
-    def _restart(self) -> None:
-        self._began: float | None = None
-        self._loading_s = 0.0
-
     def _forget(self) -> None:
-        self.seconds = self.loading_s = self.waiting_s = self.most_computing_s = self.mean_computing_s = 0.0
-        self.num_steps, self.most_bytes = 0, 0.0
+        self.seconds = self.loading_s = self.waiting_s = self.max_computing_s = self.mean_computing_s = 0.0
+        self.num_steps, self.max_bytes = 0, 0.0
         self.busy_s = [0.0] * self.num_processes
 
     # Of this process, in the order of a step
@@ -133,13 +104,20 @@ class StepTimes:
         """End the step: its gradient is applied."""
         computing_s = 0.0 if self._computing is None else self._computing.seconds()
         now = time.perf_counter()
-        self._told = [self._loading_s, computing_s, float(self._memory.peak_bytes())]
+        self._told = [self._loading_s, computing_s, float(self._peak_bytes())]
         self._told_of_s = now - (self._began or now)
-        self._restart()
+        self.discard()
+
+    def _peak_bytes(self) -> int:
+        """Return the most that tensors took on a GPU since ``take``; on a CPU, what the process takes now."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return self._process.memory_info().rss
 
     def discard(self) -> None:
-        """Forget the current step, which was none."""
-        self._restart()
+        """Forget the current step."""
+        self._began: float | None = None
+        self._loading_s = 0.0
 
     # Of all processes
 
@@ -152,11 +130,11 @@ class StepTimes:
         """Add what all processes told of the previous step, the sum of their ``told``; zeros if there was none."""
         loading_P, computing_P, bytes_P = told[0::3], told[1::3], told[2::3]
         self.num_steps += any(bytes_P)
-        self.most_bytes = max(self.most_bytes, *bytes_P)
+        self.max_bytes = max(self.max_bytes, *bytes_P)
         busy_P = [sum(own) for own in zip(loading_P, computing_P, strict=True)]
         self.seconds += self._told_of_s
         self.loading_s += max(loading_P)
-        self.most_computing_s += max(computing_P)
+        self.max_computing_s += max(computing_P)
         self.mean_computing_s += sum(computing_P) / self.num_processes
         self.waiting_s += max(loading_P) + max(computing_P) - sum(busy_P) / self.num_processes
         self.busy_s = [before + own for before, own in zip(self.busy_s, busy_P, strict=True)]
@@ -167,7 +145,7 @@ class StepTimes:
 
         perf/data_wait_s: mean seconds in which the slowest process of each waited for its samples.
         perf/data_share: share of their time that this was.
-        perf/memory_gb: most memory of any process, in 10^9 bytes; see DeviceMemory.
+        perf/memory_gb: most memory of any process, in 10^9 bytes: of tensors on a GPU, of the whole process on a CPU.
         perf/wait_share: mean share in which a process waited for the slowest one.
         perf/imbalance: computing of the slowest process over the mean of all; 1 is even.
         perf/slowest_rank: who loaded and computed longest.
@@ -177,12 +155,13 @@ class StepTimes:
         shares: dict[str, float] = {
             "perf/data_wait_s": self.loading_s / self.num_steps,
             "perf/data_share": min(self.loading_s / self.seconds, 1.0),
-            "perf/memory_gb": self.most_bytes / 1e9,
+            "perf/memory_gb": self.max_bytes / 1e9,
         }
         if self.mean_computing_s:
             shares["perf/wait_share"] = min(self.waiting_s / self.seconds, 1.0)
-            shares["perf/imbalance"] = self.most_computing_s / self.mean_computing_s
+            shares["perf/imbalance"] = self.max_computing_s / self.mean_computing_s
             shares["perf/slowest_rank"] = self.busy_s.index(max(self.busy_s))
         self._forget()
-        self._memory.restart()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         return shares
