@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from transformers import get_scheduler
 
 from hftune import ConfigError, Recipe, TrainingError
@@ -22,23 +23,42 @@ from hftune.optim import (
     parameter_groups,
 )
 from hftune.strategies.optimizer_state import check_optimizer
-from tests.support.tasks import OwnOptimizer, Tagging
+from tests.support.tasks import Tagging
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
-@pytest.mark.parametrize(("num_steps", "warmup_ratio"), [(1, 0.0), (40, 0.0), (40, 0.1), (33, 0.5)])
-def test_schedule_equals_that_of_transformers(schedule, num_steps, warmup_ratio):
-    config = TrainConfig(lr=3e-4, schedule=schedule, warmup_ratio=warmup_ratio)
+def follow(scheduler_of, config, num_steps, steps_per_epoch):
+    """Compare a schedule, step by step, with the scheduler that is made of an optimizer."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.lr)
-    name = "constant_with_warmup" if schedule == "constant" else schedule
-    num_warmup = -(-int(warmup_ratio * num_steps * 1000) // 1000)
-    scheduler = get_scheduler(name, optimizer, num_warmup_steps=num_warmup, num_training_steps=num_steps)
+    scheduler = scheduler_of(optimizer)
     for step in range(num_steps):
-        assert lr_at(step, num_steps, config, steps_per_epoch=num_steps) == pytest.approx(
-            scheduler.get_last_lr()[0], rel=1e-12, abs=1e-18
-        )
+        expected = pytest.approx(scheduler.get_last_lr()[0], rel=1e-9, abs=1e-18)
+        assert lr_at(step, num_steps, config, steps_per_epoch) == expected
         optimizer.step()
         scheduler.step()
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "specific"),
+    [
+        ({"schedule": "linear"}, "linear", {}),
+        ({"schedule": "cosine"}, "cosine", {}),
+        ({"schedule": "constant"}, "constant_with_warmup", {}),
+        ({"schedule": "wsd", "decay_ratio": 0.25}, "warmup_stable_decay", {"num_decay_steps": 10, "decay_type": "linear"}),
+        ({"schedule": "cosine_restarts", "cycles": 3}, "cosine_with_restarts", {"num_cycles": 3}),
+        ({"schedule": "inverse_sqrt"}, "inverse_sqrt", {}),
+        ({"schedule": "polynomial", "power": 3.0, "min_lr": 1e-5}, "polynomial", {"lr_end": 1e-5, "power": 3.0}),
+    ],
+)
+@pytest.mark.parametrize("num_warmup", [0, 4, 20])
+def test_schedules_equal_those_of_transformers(given, name, specific, num_warmup):
+    config = TrainConfig(lr=3e-4, warmup_ratio=num_warmup / 40, **given)
+    follow(lambda optimizer: get_scheduler(name, optimizer, num_warmup, 40, scheduler_specific_kwargs=specific), config, 40, 40)
+
+
+def test_cosine_ends_at_min_lr_as_torch_has_it():
+    config = TrainConfig(lr=2e-4, min_lr=1e-6, schedule="cosine")
+    follow(lambda optimizer: CosineAnnealingLR(optimizer, T_max=30, eta_min=1e-6), config, 30, 10)
+    assert lr_at(30, 30, config, steps_per_epoch=10) == 1e-6
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
@@ -47,17 +67,6 @@ def test_a_warmup_leaves_the_last_step_its_learning_rate(schedule, num_steps, wa
     config = TrainConfig(lr=3e-4, schedule=schedule, warmup_ratio=warmup_ratio)
     rates = [lr_at(step, num_steps, config, steps_per_epoch=num_steps) for step in range(num_steps)]
     assert rates[-1] == 3e-4 and rates == sorted(rates)
-
-
-def test_cosine_ends_at_min_lr_as_torch_has_it():
-    config = TrainConfig(lr=2e-4, min_lr=1e-6, schedule="cosine")
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.lr)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30, eta_min=1e-6)
-    for step in range(31):
-        assert lr_at(step, 30, config, steps_per_epoch=10) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-9)
-        optimizer.step()
-        scheduler.step()
-    assert lr_at(30, 30, config, steps_per_epoch=10) == 1e-6
 
 
 @pytest.mark.parametrize(("step_size", "warmup_ratio"), [(1, 0.0), (2, 0.0), (1, 0.3)])
@@ -151,33 +160,24 @@ def test_each_parameter_group_keeps_its_share_of_the_learning_rate_through_the_s
     assert [group["lr_scale"] for group in optimizer.param_groups] == [pytest.approx(0.1), 1.0]
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            {"optimizer": "torch.optim.RMSprop", "optimizer_args": {"alhpa": 0.5}},
-            "train.optimizer_args.alhpa: RMSprop(params, lr=0.01, alpha=0.99, eps=1e-08, weight_decay=0, momentum=0, "
-            "centered=False, capturable=False, foreach=None, maximize=False, differentiable=False) has no such argument. Did you mean 'alpha'?",
-        ),
-        ({"optimizer": "torch.nn.Linear"}, "train.optimizer=torch.nn.Linear is not a subclass of torch.optim.Optimizer."),
-        (
-            {"optimizer": "torch.optim.RMSprob"},
-            "train.optimizer=torch.optim.RMSprob cannot be imported: module 'torch.optim' has no attribute 'RMSprob'.",
-        ),
-        (
-            {"optimizer": "torch.optim.RMSprop", "optimizer_args": {"alpha": -1.0}},
-            "train.optimizer=torch.optim.RMSprop cannot be built with train.optimizer_args={'alpha': -1.0}: Invalid alpha value: "
-            "-1.0.",
-        ),
-        (
-            {"optimizer": "torch.optim.SparseAdam", "weight_decay": 0.1},
-            "train.weight_decay=0.1: SparseAdam(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, maximize=False) has no such "
-            "argument. Set it to 0.",
-        ),
-    ],
-)
-def test_an_optimizer_that_cannot_be_built_says_what_it_takes(config, message):
-    assert refused(build_optimizer, Layered(), recipe_with(**config)) == message
+RMSPROP = "torch.optim.RMSprop"
+NOT_BUILT = [
+    ({"optimizer": RMSPROP, "optimizer_args": {"alhpa": 0.5}}, "train.optimizer_args.alhpa: RMSprop(", "Did you mean 'alpha'?"),
+    ({"optimizer": "torch.nn.Linear"}, "train.optimizer=torch.nn.Linear is not", "torch.optim.Optimizer."),
+    ({"optimizer": "torch.optim.RMSprob"}, "train.optimizer=torch.optim.RMSprob cannot be imported", "'RMSprob'."),
+    ({"optimizer": RMSPROP, "optimizer_args": {"alpha": -1.0}}, "train.optimizer_args={'alpha': -1.0}", "alpha value: -1.0."),
+    ({"optimizer": "torch.optim.SparseAdam", "weight_decay": 0.1}, "train.weight_decay=0.1: SparseAdam(", "Set it to 0."),
+    ({"optimizer": "muon"}, "train.optimizer=muon: Layered has no trainable matrices", "Use adamw."),
+]
+
+
+@pytest.mark.parametrize(("config", "what", "hint"), NOT_BUILT)
+def test_an_optimizer_that_cannot_be_built_says_what_it_takes(config, what, hint):
+    model = Layered()
+    if config["optimizer"] == "muon":
+        model.first.weight.requires_grad_(False)
+    said = refused(build_optimizer, model, recipe_with(**config))
+    assert what in said and said.endswith(hint)
 
 
 @dataclass
@@ -225,53 +225,21 @@ def test_a_schedule_of_ones_own_scales_the_learning_rate_after_the_warmup():
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("schedule", "problem"),
     [
-        ("broken", "returned -0.5 for step 9 of 10"),
-        ("words", "returned 'fast' for step 0 of 10"),
+        (f"{__name__}.broken", "returned -0.5 for step 9 of 10. f(step, num_steps, steps_per_epoch) must return the factor"),
+        (f"{__name__}.words", "returned 'fast' for step 0 of 10. f(step, num_steps, steps_per_epoch) must return the factor"),
+        ("math.sqrt", "cannot be called as f(step, num_steps, steps_per_epoch) with 0, 10, 5: TypeError"),
     ],
 )
-def test_a_schedule_that_returns_no_factor_is_refused(name, message):
-    config = TrainConfig(schedule=f"{__name__}.{name}")
-    assert refused(check_schedule, config, 10, 5) == (
-        f"train.schedule={__name__}.{name} {message}. f(step, num_steps, steps_per_epoch) must return the factor of train.lr: a "
-        "finite number of at least 0."
-    )
-
-
-def test_a_schedule_that_cannot_be_called_says_how_it_is_called():
-    config = TrainConfig(schedule="math.sqrt")
-    assert refused(check_schedule, config, 10, 5) == (
-        "train.schedule=math.sqrt cannot be called as f(step, num_steps, steps_per_epoch) with 0, 10, 5: TypeError: math.sqrt() "
-        "takes exactly one argument (3 given)."
-    )
+def test_a_schedule_that_is_none_is_refused(schedule, problem):
+    assert refused(check_schedule, TrainConfig(schedule=schedule), 10, 5).startswith(f"train.schedule={schedule} {problem}")
 
 
 def test_a_factor_that_goes_wrong_later_stops_training():
     config = TrainConfig(schedule=f"{__name__}.broken")
     with pytest.raises(TrainingError, match=r"returned -0.5 for step 9 of 10\.$"):
         lr_at(9, 10, config, steps_per_epoch=5)
-
-
-@pytest.mark.parametrize(
-    ("given", "name", "specific"),
-    [
-        ({"schedule": "wsd", "decay_ratio": 0.25}, "warmup_stable_decay", {"num_decay_steps": 10, "decay_type": "linear"}),
-        ({"schedule": "cosine_restarts", "cycles": 3}, "cosine_with_restarts", {"num_cycles": 3}),
-        ({"schedule": "inverse_sqrt"}, "inverse_sqrt", {}),
-        ({"schedule": "polynomial", "power": 3.0, "min_lr": 1e-5}, "polynomial", {"lr_end": 1e-5, "power": 3.0}),
-    ],
-)
-@pytest.mark.parametrize("num_warmup", [0, 4])
-def test_further_schedules_equal_those_of_transformers(given, name, specific, num_warmup):
-    config = TrainConfig(lr=3e-4, warmup_ratio=num_warmup / 40, **given)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.lr)
-    scheduler = get_scheduler(name, optimizer, num_warmup, 40, scheduler_specific_kwargs=specific)
-    for step in range(40):
-        expected = scheduler.get_last_lr()[0]
-        assert lr_at(step, 40, config, steps_per_epoch=40) == pytest.approx(expected, rel=1e-12, abs=1e-18)
-        optimizer.step()
-        scheduler.step()
 
 
 def test_wsd_falls_to_min_lr_after_a_warmup_of_any_length():
@@ -380,7 +348,7 @@ def test_frozen_parameters_are_in_no_group_and_tied_ones_have_both_names():
         ({"freeze": ["layer.0"]}, "train.freeze: 'layer.0' matches no parameter of Stacked. Near it: layers.0"),
         (
             {"freeze": ["zzzzzz"]},
-            "train.freeze: 'zzzzzz' matches no parameter of Stacked. It has embed.weight, layers.0.weight, layers.0.bias and so on: 11 in all.",
+            "train.freeze: 'zzzzzz' matches no parameter of Stacked. It has embed.weight, layers.0.weight",
         ),
         ({"freeze": ["."]}, "train.freeze leaves no parameter of Stacked to train. Leave some names out."),
         (
@@ -402,10 +370,8 @@ def test_names_that_lead_nowhere_are_refused(given, message):
 
 
 def test_a_model_without_layers_has_no_layer_decay():
-    assert refused(parameter_groups, Layered(), recipe_with(layer_decay=0.5)) == (
-        "train.layer_decay=0.5: Layered has no stack of layers (an nn.ModuleList). Give its parts learning rates by name, in "
-        "train.groups."
-    )
+    said = refused(parameter_groups, Layered(), recipe_with(layer_decay=0.5))
+    assert said.startswith("train.layer_decay=0.5: Layered has no stack of layers") and "train.groups" in said
 
 
 def stepped(optimizer, parameters, times=3):
@@ -439,12 +405,6 @@ def test_muon_equals_torchs_without_its_rounding_on_matrices_and_adamw_on_the_re
     both = type("Both", (), {"step": lambda self: [one.step() for one in torchs]})()
     stepped(both, [*models[1].parameters()])
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
-
-
-def test_muon_needs_matrices():
-    assert "train.optimizer=muon: Linear has no trainable matrices" in refused(
-        build_optimizer, nn.Linear(2, 2), recipe_with(optimizer="muon")
-    )
 
 
 def test_lion_steps_as_its_paper_says():
@@ -483,50 +443,39 @@ def test_a_task_may_build_its_own_optimizer():
     optimizer = build_optimizer(Layered(), recipe_with(Builds(), lr=1e-3))
     assert type(optimizer) is torch.optim.RMSprop
     assert [group["lr_scale"] for group in optimizer.param_groups] == [pytest.approx(100), 1.0, 1.0]
-    assert refused(build_optimizer, Layered(), recipe_with(Builds(leave_out=True))) == (
-        "Builds.optimizer returned head.weight in no group: it would not be trained."
-    )
-    assert refused(build_optimizer, Layered(), recipe_with(Builds(), layer_decay=0.5)) == (
-        "Builds.optimizer builds the optimizer and its groups. Leave train.groups and train.layer_decay out."
-    )
+    for task, given, said in (
+        (Builds(leave_out=True), {}, "returned head.weight in no group: it would not be trained."),
+        (Builds(), {"layer_decay": 0.5}, "builds the optimizer and its groups. Leave train.groups and train.layer_decay out."),
+        (Builds(), {"optimizer": "lion"}, "builds the optimizer: train.optimizer=lion has no effect."),
+    ):
+        assert refused(build_optimizer, Layered(), recipe_with(task, **given)).startswith(f"Builds.optimizer {said}")
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "what", "hint"),
     [
         (
             {"optimizer": "schedule_free"},
-            "train.optimizer=schedule_free does without train.schedule=linear: it averages the weights instead. Set train.schedule=constant; a warmup is welcome.",
+            "train.optimizer=schedule_free does without train.schedule=linear",
+            "schedule=constant",
         ),
-        (
-            {"optimizer": "lion", "betas": (0.9, 0.95)},
-            "train.betas=[0.9, 0.95] needs train.optimizer=adamw, adam, muon, schedule_free or adamw_8bit, not lion.",
-        ),
-        ({"decay_ratio": 0.2}, "train.decay_ratio=0.2 needs train.schedule=wsd, not linear."),
-        ({"schedule": "wsd", "decay_ratio": 0.0}, "train.decay_ratio=0.0 must be in (0, 1]."),
-        ({"schedule": "polynomial", "power": 0.0}, "train.power=0.0 must be above 0."),
-        (
-            {"schedule": "inverse_sqrt", "min_lr": 1e-6},
-            "train.min_lr=1e-06 needs train.schedule=linear, cosine, wsd, cosine_restarts or polynomial, not inverse_sqrt.",
-        ),
-        (
-            {"freeze": ["bert("]},
-            "train.freeze[0]='bert(' is not a regular expression: missing ), unterminated subpattern at position 4.",
-        ),
-        (
-            {"groups": [{"match": "x", "lrr": 1.0}]},
-            "train.groups[0].lrr is not one of match, lr, weight_decay. Did you mean 'lr'?",
-        ),
-        ({"groups": [{"lr": 1.0}]}, "train.groups[0] has no match: a regular expression for the names of its parameters."),
-        ({"groups": [{"match": "x"}]}, "train.groups[0] sets neither lr nor weight_decay."),
-        ({"groups": [{"match": "x", "lr": "fast"}]}, "train.groups[0].lr='fast' is not a number, such as 1e-4."),
-        ({"groups": [{"match": "x", "lr": 0.0}]}, "train.groups[0].lr=0.0 must be finite and above 0."),
+        ({"optimizer": "lion", "betas": (0.9, 0.95)}, "train.betas=[0.9, 0.95] needs train.optimizer=adamw, adam", "not lion."),
+        ({"decay_ratio": 0.2}, "train.decay_ratio=0.2 needs train.schedule=wsd", "not linear."),
+        ({"schedule": "wsd", "decay_ratio": 0.0}, "train.decay_ratio=0.0", "(0, 1]."),
+        ({"schedule": "polynomial", "power": 0.0}, "train.power=0.0", "above 0."),
+        ({"schedule": "inverse_sqrt", "min_lr": 1e-6}, "train.min_lr=1e-06 needs train.schedule=linear", "not inverse_sqrt."),
+        ({"freeze": ["bert("]}, "train.freeze[0]='bert(' is not a regular expression", "position 4."),
+        ({"groups": [{"match": "x", "lrr": 1.0}]}, "train.groups[0].lrr is not one of match, lr", "Did you mean 'lr'?"),
+        ({"groups": [{"lr": 1.0}]}, "train.groups[0] has no match", "a regular expression"),
+        ({"groups": [{"match": "x"}]}, "train.groups[0] sets neither", "lr nor weight_decay."),
+        ({"groups": [{"match": "x", "lr": "fast"}]}, "train.groups[0].lr='fast' is not a number", "1e-4."),
+        ({"groups": [{"match": "x", "lr": 0.0}]}, "train.groups[0].lr=0.0", "above 0."),
     ],
 )
-def test_values_out_of_bounds_are_refused_at_once(given, message):
+def test_values_out_of_bounds_are_refused_at_once(given, what, hint):
     with pytest.raises(ConfigError) as caught:
         TrainConfig(**given)
-    assert message in caught.value.problems
+    assert any(problem.startswith(what) and hint in problem for problem in caught.value.problems)
 
 
 def test_an_improvement_needs_the_patience_that_waits_for_it():
@@ -555,12 +504,5 @@ def test_optimizers_that_need_whole_weights_are_refused_under_fsdp_before_anythi
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     for variable, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_USE_CPU": "true"}.items():
         monkeypatch.setenv(variable, value)
-    assert refused(check_launcher, recipe_with(optimizer=name)) == (
-        f"train.optimizer={name} does not work under FSDP: it {sections.UNSHARDED[name]}. Train without FSDP, or choose adamw, "
-        "muon, lion or schedule_free."
-    )
-
-
-def test_a_task_with_an_optimizer_of_its_own_refuses_one_by_name():
-    with pytest.raises(ConfigError, match=r"OwnOptimizer.optimizer builds the optimizer: train.optimizer=lion has no effect"):
-        build_optimizer(OwnOptimizer().build_model(), recipe_with(OwnOptimizer(), optimizer="lion"))
+    said = refused(check_launcher, recipe_with(optimizer=name))
+    assert said.startswith(f"train.optimizer={name} does not work under FSDP: it {sections.UNSHARDED[name]}.")
