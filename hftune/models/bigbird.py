@@ -38,11 +38,11 @@ from hftune.models.bigbird_attention import KERNELS, NUM_FIXED_BLOCKS, BlockSpar
 from hftune.models.kinds import ATTENTION, drawn_parameters
 from hftune.models.packing import RealTokens, without_masks
 from hftune.models.prefix_attention import Prefix, pack_layers
-from hftune.models.pretrained import load_model
+from hftune.models.pretrained import load_model, refuse_unknown, wrong_value
 
 WARM_STARTS = ("bert", "big_bird")
 SECTION = "task.model_config"
-LEAST = {"num_hidden_layers": 1, "num_attention_heads": 1, "block_size": 1, "num_random_blocks": 0}
+MIN_VALUES = {"num_hidden_layers": 1, "num_attention_heads": 1, "block_size": 1, "num_random_blocks": 0}
 CHOICES = {"attention_type": ("block_sparse", "original_full"), "block_sparse_kernel": KERNELS, "hidden_act": tuple(ACT2FN)}
 
 Config = TypeVar("Config", bound=PreTrainedConfig)
@@ -404,11 +404,10 @@ def make_config(kind: type[Config], values: Mapping[str, Any], section: str = SE
     try:
         config = kind(**values)
     except StrictDataclassError as error:
-        reason = str(error).splitlines()[-1].strip().removeprefix("TypeError: ")
-        raise ConfigError(f"{section} cannot be used: {reason}.") from error
+        raise ConfigError(f"{section} cannot be used: {wrong_value(error)}.") from error
     if getattr(config, "hidden_act", None) == "gelu_new":
         config.hidden_act = "gelu_pytorch_tanh"
-    for name, bound in LEAST.items():
+    for name, bound in MIN_VALUES.items():
         if (value := getattr(config, name, bound)) < bound:
             raise ConfigError(f"{section}.{name}={value} must be at least {bound}.")
     for name, choices in CHOICES.items():
@@ -424,10 +423,7 @@ def make_config(kind: type[Config], values: Mapping[str, Any], section: str = SE
 
 
 def _refuse_unknown(given: Iterable[str], *kinds: type[PreTrainedConfig], section: str = SECTION) -> None:
-    known = [field.name for kind in kinds for field in fields(kind)]
-    for key in given:
-        if key not in known:
-            raise ConfigError(f"{section}.{key} is not a key of {kinds[0].__name__}.{did_you_mean(key, known)}")
+    refuse_unknown(given, [field.name for kind in kinds for field in fields(kind)], kinds[0].__name__, section)
 
 
 def _refuse_other_kinds(config: PreTrainedConfig, architecture: str) -> None:

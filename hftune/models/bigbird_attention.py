@@ -25,8 +25,7 @@ from hftune.models.trial import kernel_problem
 NUM_FIXED_BLOCKS = 5  # the first and the last block, which are global, and a window of three blocks
 GATHERED_ON_CPU = 2**18  # numbers in the gathered keys for each thread: 1 MiB of float32 fits a core's cache
 GATHERED_ELSEWHERE = 2**26  # 256 MiB of float32: all heads at once, for few and large kernels
-LARGEST_GRID = 65_535  # query blocks at once elsewhere: CUDA's limit for the dimension that attention uses for rows
-LARGEST_TABLE = 2**23  # numbers in the table of key blocks of a layer (16 MiB)
+MAX_GRID = 65_535  # query blocks at once elsewhere: CUDA's limit for the dimension that attention uses for rows
 FLEX_TOKENS = 4096  # FlexAttention sees multiples of it, so that it is compiled for a few sizes only
 KERNELS = ("auto", "gathered", "flex")
 NO_FLEX_ON_CPU = (
@@ -76,7 +75,6 @@ class BlockSparseSelfAttention(nn.Module):
         self.key = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
         self.value = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
         self._priorities: Tensor | None = None
-        self._table: Tensor | None = None
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, tokens: RealTokens | None = None, **unused: Any
@@ -191,23 +189,8 @@ class BlockSparseSelfAttention(nn.Module):
         """Return which blocks the query blocks 1 ... N - 2 see, (B, H, M, K) int64, and whether each counts (bool).
 
         ``last_B``: index of each row's last block. A block does not count if it is in the list twice or beyond the row. Results
-        for a row's last block and its padding have no meaning. They are taken from a table of rows of all lengths, made at the
-        first call, unless it would be too large.
+        for a row's last block and its padding have no meaning.
         """
-        num_rows, num_entries = max(self.max_blocks, num_blocks), NUM_FIXED_BLOCKS + self.num_random_blocks
-        if num_rows**2 * self.num_heads * num_entries > LARGEST_TABLE:
-            return self.listed_blocks(last_B, num_blocks)
-        if self._table is None or len(self._table) < num_rows:
-            parts = [self.listed_blocks(last_P, num_rows) for last_P in torch.arange(num_rows, device="cpu").split(16)]
-            self._table = torch.cat([blocks.where(used, -1).to(torch.int16) for blocks, used in parts])
-            self._priorities = None
-        if self._table.device != last_B.device:
-            self._table = self._table.to(last_B.device)
-        listed_BHMK = self._table[last_B, :, : num_blocks - 2]
-        return listed_BHMK.clamp(min=0).long(), listed_BHMK >= 0
-
-    def listed_blocks(self, last_B: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-        """Compute what ``key_blocks`` returns."""
         random_BHMR, drawn_BHMR = self.random_blocks(last_B, num_blocks)
         B, H, M, _ = random_BHMR.shape
         i_1M = torch.arange(1, num_blocks - 1, device=last_B.device)[None]
@@ -322,7 +305,7 @@ def _attend_middle(
 def _heads_at_once(shape_BHMK: Sequence[int], S: int, D: int) -> int:
     """Return how many heads' blocks are gathered at a time."""
     B, _, M, K = shape_BHMK
-    return max(1, min(GATHERED_ELSEWHERE // (B * M * K * S * D), LARGEST_GRID // (B * M)))
+    return max(1, min(GATHERED_ELSEWHERE // (B * M * K * S * D), MAX_GRID // (B * M)))
 
 
 def _attend_heads(

@@ -69,8 +69,8 @@ def load_config(model: str | None, overrides: Mapping[str, Any], commit: str | N
         raise ConfigError(f"task.model={model} cannot be loaded: {_first_line(error)}") from error
     except StrictDataclassError as error:
         key = "task.model_config" if overrides else f"the config of task.model={model}"
-        raise ConfigError(f"{key} cannot be used: {_wrong_value(error)}.") from error
-    _refuse_unknown(unknown, config)
+        raise ConfigError(f"{key} cannot be used: {wrong_value(error)}.") from error
+    refuse_unknown(unknown, config.to_dict(), type(config).__name__)
     return _without_router_loss(config)
 
 
@@ -92,19 +92,21 @@ def _fresh_config(fields: Mapping[str, Any]) -> PreTrainedConfig:
             f"task.model_config.model_type={kind!r} is not known to transformers.{did_you_mean(kind, CONFIG_MAPPING)}"
         )
     default = CONFIG_MAPPING[kind]()
-    _refuse_unknown([key for key in fields if not hasattr(default, key)], default)
+    refuse_unknown([key for key in fields if not hasattr(default, key)], default.to_dict(), type(default).__name__)
     try:
         return AutoConfig.for_model(**fields)
     except ValueError as error:
         raise ConfigError(f"task.model_config cannot be used: {_first_line(error)}") from error
     except StrictDataclassError as error:
-        raise ConfigError(f"task.model_config cannot be used: {_wrong_value(error)}.") from error
+        raise ConfigError(f"task.model_config cannot be used: {wrong_value(error)}.") from error
 
 
-def _refuse_unknown(keys: Iterable[str], config: PreTrainedConfig) -> None:
+def refuse_unknown(keys: Iterable[str], known: Iterable[str], kind: str, section: str = "task.model_config") -> None:
+    """Raise ConfigError for the first of some keys that a class of configs does not know."""
+    known = [*known]
     for key in keys:
-        hint = did_you_mean(key, config.to_dict())
-        raise ConfigError(f"task.model_config.{key} is not a key of {type(config).__name__}.{hint}")
+        if key not in known:
+            raise ConfigError(f"{section}.{key} is not a key of {kind}.{did_you_mean(key, known)}")
 
 
 @contextmanager
@@ -285,7 +287,8 @@ def wordpiece_tokenizer(vocabulary: Mapping[str, int]) -> PreTrainedTokenizerBas
     return transformers.BertTokenizer(vocab=dict(vocabulary), do_lower_case=True)
 
 
-def _wrong_value(error: StrictDataclassError) -> str:
+def wrong_value(error: StrictDataclassError) -> str:
+    """Return what a config has refused, a part of a sentence."""
     return str(error).splitlines()[-1].strip().removeprefix("TypeError: ").rstrip(".")
 
 

@@ -31,7 +31,7 @@ from transformers.utils import ModelOutput
 
 AT_ONCE = 2**24
 """Logits of a chunk: 64 MiB in float32. Micro-batches that have no more of them are computed as a whole."""
-LEAST_ON_GPU = 512
+MIN_ROWS_ON_GPU = 512
 """Rows of a chunk on a GPU, or more: with fewer, reading and writing the gradient of the head's weights, once a chunk, takes
 longer than the arithmetic."""
 NO_TARGET = -100
@@ -94,7 +94,7 @@ class Head:
 
     def rows_at_once(self, hidden: Tensor, at_once: int) -> int:
         """Return the rows of a chunk."""
-        return max(1, at_once // self.num_words, LEAST_ON_GPU if hidden.is_cuda else 1)
+        return max(1, at_once // self.num_words, MIN_ROWS_ON_GPU if hidden.is_cuda else 1)
 
 
 def install(model: nn.Module, kernel: str = "chunks", at_once: int | None = None) -> Callable[[], None]:

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, first_line
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 """Files with all weights of a folder, in the order they are looked for."""
@@ -28,10 +28,10 @@ WRAPPERS = ("state_dict", "model")
 """Names under which scripts put the weights beside other things into a file."""
 PREFIXES = ("module.", "_orig_mod.")
 """What DDP and torch.compile put before each name."""
-SHOWN = 4
-"""Names to list; of more, their number."""
-MOST_THREADS = 16
-"""That hash weights: so many read as fast as memory gives."""
+MAX_NAMES = 4
+"""Names that a message lists; the rest are counted."""
+MAX_THREADS = 16
+"""Threads that hash weights. More would not read memory faster."""
 
 
 def weight_files(path: str, key: str = "task.weights") -> list[Path]:
@@ -48,21 +48,17 @@ def weight_files(path: str, key: str = "task.weights") -> list[Path]:
     if found := next((place / name for name in FILES if (place / name).is_file()), None):
         return [found]
     if index := next((place / name for name in INDICES if (place / name).is_file()), None):
-        return [place / name for name in _listed_in(index, key)]
+        try:
+            listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            return [place / name for name in dict.fromkeys(listed)]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{key}={place}: {index.name} cannot be read as a list of files ({first_line(error)}). Copy it again from "
+                "where the weights come from."
+            ) from error
     inner = next((name for name in ("model", "model_last") if (place / name / FILES[0]).is_file()), None)
     hint = f" Did you mean {place / inner}?" if inner else ""
     raise ConfigError(f"{key}={path} holds neither {', '.join(FILES)} nor an index of parts.{hint}")
-
-
-def _listed_in(index: Path, key: str) -> list[str]:
-    """Return the names of the files that an index lists, each once."""
-    try:
-        return [*dict.fromkeys(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{key}={index.parent}: {index.name} cannot be read as a list of files ({type(error).__name__}: {error}). Copy it "
-            "again from where the weights come from."
-        ) from error
 
 
 def load_weights(model: nn.Module, path: str, key: str = "task.weights") -> list[str]:
@@ -96,21 +92,17 @@ def load_weights(model: nn.Module, path: str, key: str = "task.weights") -> list
     given = {id(persistent[name]) for name in used}  # tied tensors may be there under one name
     missing = [name for name, value in own.items() if name in persistent and id(value) not in given]
     model.drawn_parameters = [name for name in missing if name in getattr(model, "drawn_parameters", own)]
-    return _sentences(f"{key}={path}", missing, [name for name in found if name not in persistent])
-
-
-def _sentences(what: str, missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
-    said = []
+    said, unexpected = [], [name for name in found if name not in persistent]
     if missing:
-        said.append(f"{what} lacks {len(missing)} of the model's tensors, which begin as they were: {_listed(missing)}.")
+        said.append(f"{key}={path} lacks {len(missing)} of the model's tensors, which begin as they were: {_listed(missing)}.")
     if unexpected:
         tensors = "tensors" if len(unexpected) > 1 else "tensor"
-        said.append(f"{what} has {len(unexpected)} {tensors} that the model lacks: {_listed(unexpected)}.")
+        said.append(f"{key}={path} has {len(unexpected)} {tensors} that the model lacks: {_listed(unexpected)}.")
     return said
 
 
 def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:SHOWN])}{f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''}"
+    return f"{', '.join(names[:MAX_NAMES])}{f' and {len(names) - MAX_NAMES} more' if len(names) > MAX_NAMES else ''}"
 
 
 def read_tensors(file: Path, what: str) -> Mapping[str, Tensor]:
@@ -123,11 +115,11 @@ def read_tensors(file: Path, what: str) -> Mapping[str, Tensor]:
         if file.suffix == ".safetensors":
             return load_file(file)
         found = torch.load(file, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:  # torch's text recommends weights_only=False, which would run the file's code
+        reason = "UnpicklingError: it holds something other than tensors"
+        raise ConfigError(f"{what}: {file.name} cannot be read as tensors ({reason}).") from error
     except Exception as error:  # of a file that is something else, torch's unpickler raises whatever its bytes lead to
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
-        if isinstance(error, UnpicklingError):  # torch's text recommends weights_only=False, which would run the file's code
-            reason = "it holds something other than tensors"
-        raise ConfigError(f"{what}: {file.name} cannot be read as tensors ({type(error).__name__}: {reason}).") from error
+        raise ConfigError(f"{what}: {file.name} cannot be read as tensors ({first_line(error)}).") from error
     for name in WRAPPERS:
         if isinstance(found, dict) and isinstance(found.get(name), dict):
             found = found[name]
@@ -154,7 +146,7 @@ def weights_digest(tensors: Mapping[str, Tensor], leaves_out: Callable[[Tensor],
         return sha256(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).digest()
 
     digest = sha256()
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
         for (name, value), own in zip(named, threads.map(of_bytes, [value for _, value in named]), strict=True):
             digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode() + own)
     return digest.hexdigest()

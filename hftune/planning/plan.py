@@ -304,7 +304,7 @@ def planned_batches(recipe: Recipe, batches: BatchPlan, model: nn.Module | None)
 
 
 def count_machines(num_processes: int, gpus_per_machine: int | None) -> int:
-    """Return the number of machines for so many processes, or raise ConfigError."""
+    """Return the number of machines that these processes take, or raise ConfigError."""
     for name, value in (("--processes", num_processes), ("--gpus-per-machine", gpus_per_machine)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} must be at least 1.")

@@ -16,7 +16,7 @@ LINE = 96
 """Columns of a line of text behind the heading."""
 CURVE_LINES = 4
 """Lines of the curve of the learning rate."""
-FEWEST = 16
+MIN_POINTS = 16
 """Points of a curve that is worth drawing."""
 BAR = 20
 """Columns of a full bar."""
@@ -213,7 +213,7 @@ EIGHTHS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 def drawn(rates: Sequence[float]) -> Iterator[str]:
     """Draw a curve, CURVE_LINES lines high; nothing if it has few points or does not change."""
     peak = max(rates)
-    if len(rates) < FEWEST or min(rates) == peak:
+    if len(rates) < MIN_POINTS or min(rates) == peak:
         return
     heights = [round(rate / peak * CURVE_LINES * 8) for rate in rates]
     for line in reversed(range(CURVE_LINES)):

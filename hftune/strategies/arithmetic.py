@@ -16,7 +16,7 @@ from torch import nn
 from hftune.models.adapters import has_adapter
 from hftune.models.stacks import outermost_lists
 
-MOST_UNKNOWN = 0.05
+MAX_UNKNOWN = 0.05
 """Share of the layers' trained weights that may be in other modules than linear ones, such as norms: else the layers are of a
 kind that is not counted here, such as convolutions, or experts of which a token visits a few."""
 
@@ -48,7 +48,7 @@ class Arithmetic:
         modules, adapted = [*lists[0].modules()], has_adapter(model)
         in_matrices = sum(map(num_weights, modules))
         counted = sum(parameter.numel() for parameter in lists[0].parameters() if adapted or parameter.requires_grad)
-        if not (1 - MOST_UNKNOWN) * counted < in_matrices <= counted:
+        if not (1 - MAX_UNKNOWN) * counted < in_matrices <= counted:
             return None
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         head = next(iter(getattr(head, "modules_to_save", {}).values()), head)  # the copy that is trained
@@ -58,7 +58,7 @@ class Arithmetic:
         return cls(per_token, 12 * num_layers * width, per_item)
 
     def flops(self, lengths: np.ndarray, num_items: float) -> float:
-        """Return the operations for texts of these lengths, which have so many labels altogether."""
+        """Return the operations for texts of these lengths with ``num_items`` labels in all."""
         tokens_N = lengths.astype(np.float64)
         return float(self.per_token * tokens_N.sum() + self.per_square * (tokens_N**2).sum() + self.per_item * num_items)
 

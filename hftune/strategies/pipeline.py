@@ -268,7 +268,7 @@ class Pipeline(Strategy):
     def _schedule_for(
         self, num_micro_batches: int, buffer: torch.Size, example: PipelineMicroBatch, backward: bool
     ) -> TorchSchedule:
-        """Return torch's schedule for so many micro-batches; the previous one, if it fits.
+        """Return torch's schedule for this number of micro-batches; the previous one, if it fits.
 
         torch keeps the buffers of the first step, and would receive tensors of a different shape into them.
         """

@@ -459,23 +459,6 @@ def test_all_heads_are_gathered_at_once_but_on_cpus():
     assert bigbird_attention._heads_at_once((2, 12, 15_000, 8), 1, 8) == 2  # as many as a grid allows
 
 
-def test_table_of_key_blocks_holds_what_is_computed_for_each_row_and_is_no_weight(pretrained, monkeypatch):
-    attention = load_encoder(pretrained).encoder.layer[1].attention.self
-    last = torch.tensor([0, 3, 6, 7, 12, 15])
-    from_table = attention.key_blocks(last, 16)
-    assert attention._table.dtype == torch.int16 and not any("_table" in name for name in attention.state_dict())
-    assert copy.deepcopy(attention).key_blocks(last, 16)[0].equal(from_table[0])
-    monkeypatch.setattr(bigbird_attention, "LARGEST_TABLE", 0)
-    blocks, used = attention.key_blocks(last, 16)
-    assert torch.equal(used, from_table[1]) and torch.equal(blocks[used], from_table[0][used])
-    monkeypatch.setattr(type(attention), "listed_blocks", None)
-    with pytest.raises(TypeError):
-        attention.key_blocks(last, 16)
-    monkeypatch.undo()
-    monkeypatch.setattr(type(attention), "listed_blocks", None)
-    attention.key_blocks(last, 16)  # computed once
-
-
 def test_flex_attention_refuses_to_train_on_a_cpu_and_says_where_it_does_not_compile(pretrained, monkeypatch):
     model = load_encoder(pretrained, block_sparse_kernel="flex")
     with pytest.raises(ConfigError) as refusal:
