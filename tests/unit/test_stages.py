@@ -20,10 +20,6 @@ RECIPE = "tests/support/next_token.yaml"
 IDS = {"input_ids": torch.arange(1, 19).reshape(2, 9)}
 SIZES = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 24}
 SIZES |= {"max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-HOW = (
-    "A pipeline cuts models that have a method stage(index, count), which returns one of their parts, and transformers' "
-    "decoders: embeddings, one ModuleList of layers, a norm and a head. parallel.pipeline_stages=1 trains the model uncut."
-)
 
 
 def decoder(kind, **fields):
@@ -92,12 +88,10 @@ def test_a_decoder_whose_stages_would_compute_something_else_is_refused(monkeypa
         )
 
     monkeypatch.setattr(type(model.model), "forward", doubling)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(
+        ConfigError, match=r"^LlamaForCausalLM cannot be cut .* do not return what the whole model returns\. .*"
+    ):
         check_stages(model, 2, None, IDS)
-    assert str(caught.value) == (
-        "LlamaForCausalLM cannot be cut into stages: run one after the other, they do not return what the whole model returns. "
-        + HOW
-    )
 
 
 class Copying(Chain):
@@ -112,95 +106,54 @@ class Forgetful(Chain):
         return stage
 
 
+FIVE = [1, 1, 1, 1, 1]
 REFUSED = {
     "no decoder": (
         lambda: nn.Linear(2, 2),
         None,
-        f"Linear cannot be cut into stages: it is not a transformers model and has no method stage. {HOW}",
+        "Linear cannot be cut",
+        "no method stage. A pipeline cuts models that have a",
     ),
-    "too few layers": (
-        lambda: decoder("gpt2"),
-        None,
-        "GPT2LMHeadModel has 4 layers, too few for 5 stages: lower parallel.pipeline_stages or parallel.virtual_stages.",
-    ),
+    "too few layers": (lambda: decoder("gpt2"), None, "has 4 layers, too few for 5 stages", "lower parallel.pipeline_stages"),
     "other split": (
         lambda: decoder("gpt2"),
-        [1, 1, 1, 1, 1],
-        "parallel.split=[1, 1, 1, 1, 1] adds up to 5 layers, but GPT2LMHeadModel has 4.",
+        FIVE,
+        "parallel.split=[1, 1, 1, 1, 1] adds up to 5 layers",
+        "GPT2LMHeadModel has 4.",
     ),
-    "split of its own": (
-        lambda: Chain(5, 0.0),
-        [1, 1, 1, 1, 1],
-        "parallel.split=[1, 1, 1, 1, 1]: Chain is cut by its own method stage. Set it to null.",
-    ),
-    "copies": (
-        lambda: Copying(5, 0.0),
-        None,
-        "The stages of Copying have parameters that the model does not have: its method stage must return modules of the model itself, "
-        "not copies.",
-    ),
-    "forgotten": (
-        lambda: Forgetful(5, 0.0),
-        None,
-        "The stages of Forgetful leave out head.weight, head.bias: each parameter must be in a stage.",
-    ),
+    "split of its own": (lambda: Chain(5, 0.0), FIVE, "parallel.split=[1, 1, 1, 1, 1]: Chain", "Set it to null."),
+    "copies": (lambda: Copying(5, 0.0), None, "The stages of Copying have parameters that the model does not", "not copies."),
+    "forgotten": (lambda: Forgetful(5, 0.0), None, "The stages of Forgetful leave out head.weight, head.bias", "in a stage."),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_cut_is_refused(name):
-    build, split, message = REFUSED[name]
+    build, split, what, hint = REFUSED[name]
     with pytest.raises(ConfigError) as caught:
         cut(build(), 5, split)
-    assert str(caught.value) == message
+    assert what in str(caught.value) and hint in str(caught.value)
 
 
+STAGES = "parallel.pipeline_stages=2"
 ASKED = {
-    "world": (
-        "4",
-        ("parallel.pipeline_stages=3",),
-        "parallel.pipeline_stages=3 does not divide the 4 processes that were started. Start 3 or a multiple of it, or set "
-        "parallel.pipeline_stages to one of 1, 2, 4.",
-    ),
-    "one process": (
-        "1",
-        ("parallel.pipeline_stages=2",),
-        "parallel.pipeline_stages=2 does not divide the 1 process that was started. Start 2 or a multiple of it, or set "
-        "parallel.pipeline_stages to one of 1.",
-    ),
-    "FSDP": (
-        "4",
-        ("parallel.pipeline_stages=2",),
-        "parallel.pipeline_stages=2 does not work under FSDP: both split the model. Use accelerate_configs/4gpu.yaml, or "
-        "parallel.pipeline_stages=1.",
-    ),
-    "auto": (
-        "4",
-        ("parallel.pipeline_stages=2", "train.micro_batch_size=auto"),
-        "train.micro_batch_size=auto does not work with parallel.pipeline_stages=2: stages need different amounts of memory. Set a number, such "
-        "as train.micro_batch_size=4; hftune plan shows what each stage needs.",
-    ),
-    "fp16": (
-        "4",
-        ("parallel.pipeline_stages=2", "train.mixed_precision=fp16"),
-        "train.mixed_precision=fp16 does not work with parallel.pipeline_stages=2: each process has its own loss scale. Use bf16 or no.",
-    ),
-    "compile": (
-        "4",
-        ("parallel.pipeline_stages=2", "train.compile=true"),
-        "train.compile=true does not work with parallel.pipeline_stages=2. Set it to false.",
-    ),
+    "world": ("4", ("parallel.pipeline_stages=3",), "pipeline_stages=3 does not divide the 4 processes", "one of 1, 2, 4."),
+    "one process": ("1", (), "does not divide the 1 process", "one of 1."),
+    "FSDP": ("4", (), "does not work under FSDP", "parallel.pipeline_stages=1."),
+    "auto": ("4", ("train.micro_batch_size=auto",), "train.micro_batch_size=auto does not work", "train.micro_batch_size=4"),
+    "fp16": ("4", ("train.mixed_precision=fp16",), "train.mixed_precision=fp16 does not work", "Use bf16 or no."),
+    "compile": ("4", ("train.compile=true",), "train.compile=true does not work", "Set it to false."),
 }
 
 
 @pytest.mark.parametrize("name", ASKED)
 def test_what_does_not_go_with_a_pipeline_is_refused_before_anything_is_loaded(name, monkeypatch):
-    world_size, words, message = ASKED[name]
+    world_size, words, what, hint = ASKED[name]
     for variable, value in {"WORLD_SIZE": world_size, **(FSDP if name == "FSDP" else {})}.items():
         monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError) as caught:
-        check_launcher(Recipe.load(RECIPE, *words))
-    assert str(caught.value) == message
+        check_launcher(Recipe.load(RECIPE, STAGES, *words))
+    assert what in str(caught.value) and hint in str(caught.value)
 
 
 def test_too_few_micro_batches_for_the_schedule_are_counted(monkeypatch):
@@ -208,20 +161,16 @@ def test_too_few_micro_batches_for_the_schedule_are_counted(monkeypatch):
     recipe = Recipe.load(RECIPE, "parallel.pipeline_stages=4", "task.model=chain")
     task = NextToken(model="chain")
     dataset = task.datasets()["train"]
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(
+        ConfigError, match=r"1f1b .* at least 4 micro-batches in a step for each of 2 pipelines, 8 in all; .* has 4\."
+    ):
         check_pipeline(recipe, plan_batches(recipe, dataset), dataset, task.build_model())
-    assert str(caught.value) == (
-        "parallel.schedule=1f1b with parallel.pipeline_stages=4 needs at least 4 micro-batches in a step for each of 2 pipelines, 8 "
-        "in all; a step of train.batch_size=16 has 4. Lower train.micro_batch_size or train.micro_batch_tokens, or raise "
-        "train.batch_size."
-    )
     enough = Recipe.load(RECIPE, "parallel.pipeline_stages=4", "task.model=chain", "train.micro_batch_size=2")
     check_pipeline(enough, plan_batches(enough, dataset), dataset, task.build_model())
 
 
 SPELLED = {
-    "parallel.schedule=interleavd": "parallel.schedule='interleavd' is not one of gpipe, 1f1b, interleaved, zero_bubble. Did you mean "
-    "'interleaved'?",
+    "parallel.schedule=interleavd": "is not one of gpipe, 1f1b, interleaved, zero_bubble. Did you mean 'interleaved'?",
     "parallel.virtual_stages=2": "parallel.virtual_stages=2 needs parallel.schedule=interleaved or zero_bubble, not 1f1b.",
     "parallel.pipeline_stages=0": "parallel.pipeline_stages=0 must be at least 1.",
     "parallel.split=[2,2]": "parallel.split=[2, 2] must have a number of layers for each of the 1 stages.",
@@ -232,7 +181,7 @@ SPELLED = {
 def test_values_that_make_no_sense_are_refused(word):
     with pytest.raises(ConfigError) as caught:
         Recipe.load(RECIPE, word)
-    assert str(caught.value) == SPELLED[word]
+    assert SPELLED[word] in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -253,12 +202,8 @@ def test_a_stage_with_nothing_to_train_is_refused():
     model.model.embed_tokens.requires_grad_(False)
     check_stages(model, 2, None, IDS)
     model.model.layers[:2].requires_grad_(False)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"^Stage 1 of 2 has no parameter to train: .* with parallel\.split\."):
         check_stages(model, 2, None, IDS)
-    assert str(caught.value) == (
-        "Stage 1 of 2 has no parameter to train: its part of LlamaForCausalLM is frozen. Unfreeze some of it, or assign layers to "
-        "stages with parallel.split."
-    )
 
 
 class Transposed(Chain):
@@ -270,9 +215,7 @@ class Transposed(Chain):
 
 
 def test_hidden_states_of_another_shape_are_refused():
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(
+        ConfigError, match=r"ValueError: stage 1 returns \(9, 2, 16\) and should return \(rows, length, width\)"
+    ):
         check_stages(Transposed(4, 0.0), 2, None, IDS)
-    assert str(caught.value) == (
-        "Transposed cannot be cut into stages: ValueError: stage 1 returns (9, 2, 16) and should return (rows, length, width): "
-        f"its input is (2, 9). {HOW}"
-    )
