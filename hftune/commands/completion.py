@@ -57,6 +57,7 @@ def words(parsers: Mapping[str, argparse.ArgumentParser], before: Sequence[str],
     Args:
         before: the words before it; the first is the command.
     """
+    found: Iterator[tuple[str, str]]
     if not before:
         found = ((name, parser.description or "") for name, parser in parsers.items())
     else:

@@ -1,6 +1,6 @@
 """Loads and validates recipes: defaults <- base <- recipe <- command line. Values are typed; problems are reported together.
 
-OmegaConf reads and type-checks; it stops here. What leaves this module are plain dataclasses.
+What leaves this module are plain dataclasses. OmegaConf follows references from value to value, and stops here.
 """
 
 from __future__ import annotations
@@ -9,22 +9,17 @@ import copy
 import dataclasses
 import difflib
 import importlib
-import pickle
 import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
-
-import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
+from typing import Any, get_origin
 
 from hftune.config.importing import find_beside, import_named, is_own
-from hftune.config.keys import is_dotted, key_of, needing, problems_of
+from hftune.config.keys import Key, is_dotted, key_of, keys_of, needing, problems_of
+from hftune.config.layers import Layer, Written, merge, read_files, read_overrides, remove
 from hftune.config.sections import (
     SECTIONS,
     AdapterConfig,
@@ -36,11 +31,10 @@ from hftune.config.sections import (
     TrainConfig,
 )
 from hftune.config.shipped_files import recipe_path, resource_dir
+from hftune.config.values import WrongType, convert, unsupported
 from hftune.errors import ConfigError, did_you_mean, format_value, holds, type_problem
 from hftune.secrecy import keys_with_secrets
 from hftune.task import BatchLossTask, Direction, Task
-
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast, where PyYAML was built with it
 
 
 @dataclass
@@ -100,7 +94,7 @@ class Recipe(RunConfig):
             ConfigError: holding every problem found: unknown keys, wrong types, values out of bounds.
         """
         path = recipe_path(source)
-        return _build([*_layers(path), _parse(overrides)], path.stem, trust_code)
+        return _build([*read_files(path), read_overrides(overrides)], path.stem, trust_code)
 
     @classmethod
     def from_argv(cls, argv: Sequence[str | Mapping[str, Any]], trust_code: bool = True) -> Recipe:
@@ -268,6 +262,8 @@ class Recipe(RunConfig):
 
     def to_yaml(self) -> str:
         """Return the resolved recipe as YAML; texts from the environment as in ``to_dict``."""
+        from omegaconf import OmegaConf  # which quotes texts such as 1e3, unlike PyYAML
+
         return OmegaConf.to_yaml(OmegaConf.create(self.to_dict()))
 
     def needs_trust(self) -> bool:
@@ -326,251 +322,60 @@ def type_name(type_: type) -> str:
     return type_.__qualname__ if shipped else f"{type_.__module__}.{type_.__qualname__}"
 
 
-@dataclass
-class _Layer:
-    """What one recipe file, or the command line, sets."""
-
-    values: dict[str, Any]
-    """As they are nested in YAML; numbers, true and false are ``Written``."""
-    path: Path | None = None
-    """None: the command line."""
-    replaced: list[str] = field(default_factory=list)
-    """Keys that are not inherited from the layers below."""
-
-    @property
-    def origin(self) -> str:
-        return "" if self.path is None else str(self.path)
-
-    def locate(self, problem: str) -> str:
-        return problem if self.path is None else f"{problem} ({self.path})"
-
-
-def _layers(path: Path, above: tuple[Path, ...] = ()) -> list[_Layer]:
-    """Read a recipe file and the ``base`` it names, the lowest first."""
-    origin = f" ({path})"
-    try:
-        raw = pickle.loads(_read(path, path.read_text(encoding="utf-8-sig")))
-    except Exception as error:  # YAML's errors share no base with OmegaConf's and OSError
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} is not a recipe: at its top level it needs keys such as task: and train:.")
-    base = _as_typed(raw.pop("base", None), str)
-    layer = _Layer(raw, path, _replaced(raw, origin))
-    if base is None:
-        if layer.replaced:
-            raise ConfigError(f"replace={format_value(layer.replaced)} has no effect without a base.{origin}")
-        return [layer]
-    if not isinstance(base, str):
-        raise ConfigError(f"base={format_value(base)} is not the name or the path of a recipe.{origin}")
-    beside = path.parent / base
-    try:
-        below = beside if beside.is_file() else recipe_path(base, key="base")
-    except ConfigError as error:
-        raise ConfigError(f"{error}{origin}") from error
-    above = (*above, path.resolve())
-    if below.resolve() in above:
-        raise ConfigError(f"base={base} leads back to {below.resolve()}: a recipe cannot be its own base.{origin}")
-    return [*_layers(below, above), layer]
-
-
-@lru_cache
-def _read(path: Path, text: str) -> bytes:
-    """Parse a file, whose text is given, once, as sweeps and tests load the same recipes over and over.
-
-    Returns:
-        The values, pickled, which copies them ten times as fast as copy.deepcopy.
-    """
-    values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    return pickle.dumps(_as_written(values, yaml.load(text, _Texts)))
-
-
-@dataclass(frozen=True)
-class Written:
-    """A number, true or false, and how it is written: for a key typed as text, 1e3, 1.10 and no are texts."""
-
-    value: float
-    text: str
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-class _Texts(_LOADER):  # type: ignore[valid-type, misc]
-    """Reads all plain values as texts, also those that YAML would take for numbers."""
-
-    yaml_implicit_resolvers = {"<": _LOADER.yaml_implicit_resolvers["<"]}  # the key <<, which merges mappings
-
-
-def _as_written(values: Any, texts: Any) -> Any:
-    """Return what OmegaConf has read, with ``Written`` for numbers, true and false; ``texts``: what ``_Texts`` has read."""
-    if isinstance(values, dict):
-        texts = texts or {}  # of an empty file
-        keys = map(_as_written, values, texts)
-        return dict(zip(keys, map(_as_written, values.values(), texts.values()), strict=True))
-    if isinstance(values, list):
-        return [*map(_as_written, values, texts)]
-    return Written(values, texts) if isinstance(values, (int, float)) and isinstance(texts, str) else values
-
-
-def _as_typed(value: Any, hint: Any = Any) -> Any:
-    """Return a value of a layer as its type wants it: for a text, ``Written`` as it is written, else what YAML reads.
-
-    Raises:
-        ValueError: YAML 1.1 reads a number as a different one, 1:30 as 90, 010 as 8; or of a number for a text it is not known
-            how it is written.
-    """
-    kinds = get_args(hint) if get_origin(hint) in (types.UnionType, Union) else (hint,)
-    if isinstance(value, (list, tuple)):
-        inner = next((get_args(kind) for kind in kinds if get_origin(kind) in (list, tuple)), ())
-        return [_as_typed(item, inner[0] if inner else Any) for item in value]
-    if isinstance(value, Mapping):
-        inner = next((get_args(kind) for kind in kinds if get_origin(kind) is dict), (Any, Any))
-        return {_as_typed(key, inner[0]): _as_typed(item, inner[1]) for key, item in value.items()}
-    number = value.value if isinstance(value, Written) else value
-    is_text = str in kinds and type(number) not in kinds
-    if not isinstance(value, Written):
-        if is_text and isinstance(value, (int, float)):
-            raise ValueError("this key takes a text. Quote it.")
-        return str(value) if isinstance(value, Path) else value
-    if not is_text and not isinstance(number, bool) and _ODD_NUMBER.fullmatch(value.text):
-        raise ValueError(
-            f"YAML reads {value.text} as the number {number}. Write {number}, or put a text in quotes: '{value.text}'."
-        )
-    return value.text if is_text else number
-
-
-def _replaced(raw: dict[str, Any], origin: str) -> list[str]:
-    """Remove the key ``replace`` from a layer and return it, or raise ConfigError."""
-    keys = _as_typed(raw.pop("replace", None))
-    if keys is None or (isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
-        return keys or []
-    raise ConfigError(f"replace={format_value(keys)} is not a list of keys, such as [task.model_config].{origin}")
-
-
-def _parse(overrides: Sequence[str | Mapping[str, Any]]) -> _Layer:
-    values: dict[str, Any] = {}
-    for override in overrides:
-        for key, value in override.items() if isinstance(override, Mapping) else [_read_word(override)]:
-            if not (isinstance(key, str) and _KEY.fullmatch(key)):
-                raise ConfigError(f"{key!r} is not a key of a recipe, such as train.lr.")
-            if key == "base":
-                raise ConfigError("base=... belongs in a recipe file; here, name the recipe itself: recipe=...")
-            for name in reversed(key.split(".")):
-                value = {name: value}
-            _merge(values, value)
-    return _Layer(values, None, _replaced(values, ""))
-
-
-def _merge(values: dict[str, Any], others: Mapping[str, Any]) -> None:
-    """Put other values over nested ones: mappings are merged, all else is replaced."""
-    for key, other in others.items():
-        if isinstance(other, Mapping):
-            if not isinstance(values.get(key), dict):
-                values[key] = {}
-            _merge(values[key], other)
-        else:
-            values[key] = other
-
-
-def _read_word(word: str) -> tuple[str, Any]:
-    """Read ``section.key=value``."""
-    key, equals, text = word.partition("=") if isinstance(word, str) else ("", "", "")
-    if not (equals and _KEY.fullmatch(key)):
-        hint = " Unpack the list: Recipe.load(name, *overrides)." if isinstance(word, (list, tuple)) else ""
-        raise ConfigError(f"{word!r} is not of the form section.key=value, such as train.lr=3e-5.{hint}")
-    try:
-        read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
-        return key, _as_written(read["value"], yaml.load(text, _Texts))
-    except Exception as error:  # as above
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError(f"{word} cannot be read: {reason}.") from error
-
-
-_KEY = re.compile(r"[A-Za-z_][\w.]*")
-_ODD_NUMBER = re.compile(r"[-+]?(\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?|0[\d_]+)")
-
-
-def _build(layers: list[_Layer], default_name: str, trust_code: bool = True) -> Recipe:
+def _build(layers: list[Layer], default_name: str, trust_code: bool = True) -> Recipe:
     """Apply each layer's values to the typed sections one by one, and collect every problem before raising."""
     for place, layer in enumerate(layers):
-        for key in layer.replaced:
+        for name in layer.replaced:
             for below in layers[:place]:
-                _remove(below.values, key)
-    schema, source = _Schema.of(_import_task(layers, trust_code)), Source()
-    schema.values.top.recipe = default_name
+                remove(below.values, name)
+    schema, source = _Schema(_import_task(layers, trust_code)), Source()
+    schema.values[""]["recipe"] = default_name
     problems = []
     for layer in layers:
-        problems += [layer.locate(problem) for key in layer.replaced if (problem := schema.unknown(key))]
-        for key, value in schema.leaves(layer.values):
-            if problem := schema.assign(key, value):
+        problems += [layer.locate(problem) for name in layer.replaced if (problem := schema.unknown(name))]
+        for name, value in schema.leaves(layer.values):
+            if problem := schema.assign(name, value):
                 problems.append(layer.locate(problem))
-            source.origins[key] = layer.origin
+            source.origins[name] = layer.origin
     for chooser in ("schedule", "optimizer"):
-        _drop_keys_of_other_choices(chooser, needing(TrainConfig, chooser), schema, source, layers)
-    if not trust_code:
-        _check_environment(schema, layers)
+        _drop_keys_of_other_choices(chooser, schema.values["train"], source, layers)
+    if not trust_code and _task_reads_environment(schema.plain()):
+        raise ConfigError(f"The task of {layers[-2].path} refers to environment variables, which can be secrets. {TRUST}")
+    resolved, unresolved = schema.resolve()
+    problems += unresolved
     sections: dict[str, Any] = {}
-    for name in schema.types:
+    for name, values in resolved.items():
         try:
-            sections[name] = OmegaConf.to_object(schema.values[name])
+            sections[name] = schema.types[name](**values)
             if name == "task":
                 problems += map(source.locate, problems_of(sections[name], name))
         except ConfigError as error:
             problems += map(source.locate, error.problems)
-        except MissingMandatoryValue as error:
-            problems.append(f"{error.full_key} is missing. It has no default: set {error.full_key}=...")
-        except OmegaConfBaseException as error:
-            reads_environment = _reads_environment(OmegaConf.to_container(schema.values, resolve=False))
-            problems.append(f"{(error.full_key or name).removeprefix('top.')}: {_reason(error, reads_environment)}.")
     if problems:
         raise ConfigError(problems, default_name)
-    for key, name in [
+    for name, code in [
         *_code_of_task(sections["task"]),
         *code_of_sections(sections["train"], sections["eval"], sections["track"]),
-        *_code_of_callbacks(sections["top"].callbacks),
+        *_code_of_callbacks(sections[""].callbacks),
     ]:
-        _check_code(key, name, source.origins.get(key, ""), layers, trust_code)
-    source.as_written = dict(_texts_from_environment(schema, sections))
-    top = sections.pop("top")
+        _check_code(name, code, source.origins.get(name, ""), layers, trust_code)
+    if _reads_environment(schema.plain()):
+        source.as_written = dict(_texts_from_environment(schema, sections))
+    top = sections.pop("")
     recipe = Recipe(**vars(top), **sections, source=source)
     recipe.refuse_secrets()
     return recipe
 
 
-def _reason(error: OmegaConfBaseException, reads_environment: bool) -> str:
-    if missing := re.search(r"Environment variable '(.*)' not found", str(error)):
-        return f"the environment variable {missing[1]} is not set"
-    if reads_environment and isinstance(error, ValidationError):  # OmegaConf would show the value, which may be a secret
-        return "the value that it refers to has the wrong type"
-    return str(error).splitlines()[0]
-
-
-def _remove(values: Any, full_key: str) -> None:
-    """Remove the values of a key and everything below it from a layer's."""
-    *sections, last = full_key.split(".")
-    for name in sections:
-        values = values.get(name) if isinstance(values, dict) else None
-    if isinstance(values, dict):
-        values.pop(last, None)
-
-
-def _drop_keys_of_other_choices(
-    chooser: str, owners: Mapping[str, Sequence[str]], schema: _Schema, source: Source, layers: list[_Layer]
-) -> None:
-    """Drop keys such as train.gamma that a lower layer set for its own schedule or optimizer, which a higher one replaces.
-
-    Args:
-        chooser: "schedule" or "optimizer".
-        owners: the schedules or optimizers that each key is for.
-    """
+def _drop_keys_of_other_choices(chooser: str, train: dict[str, Any], source: Source, layers: list[Layer]) -> None:
+    """Drop keys such as train.gamma that a lower layer set for its own schedule or optimizer, which a higher one replaces."""
     ranks = {layer.origin: rank for rank, layer in enumerate(layers)}
-    chosen = OmegaConf.to_container(schema.values.train, resolve=False)[chooser]
-    for name, choices in owners.items():
+    for name, choices in needing(TrainConfig, chooser).items():
         origins = [source.origins.get(key) for key in (f"train.{name}", f"train.{chooser}")]
-        if None in origins or "${" in str(chosen):
+        if None in origins or "${" in str(train[chooser]):
             continue
-        if ranks[origins[0]] < ranks[origins[1]] and chosen not in choices:
-            schema.values.train[name] = getattr(TrainConfig, name)
+        if ranks[origins[0]] < ranks[origins[1]] and train[chooser] not in choices:
+            train[name] = keys_of(TrainConfig, "train")[name].default
             del source.origins[f"train.{name}"]
 
 
@@ -580,14 +385,11 @@ def _texts_from_environment(schema: _Schema, sections: Mapping[str, Any]) -> Ite
     If anything comes from the environment, every reference may lead to it. Numbers are not withheld: they are no secrets, and
     a run must not resume silently with different ones.
     """
-    if not _reads_environment(OmegaConf.to_container(schema.values, resolve=False)):
-        return
-    for section in schema.types:
-        raws, values = (OmegaConf.to_container(schema.values[section], resolve=resolve) for resolve in (False, True))
+    for section, raws in schema.values.items():
         for name, raw in raws.items():
-            if (written := _unresolved(raw, values[name])) != values[name]:
-                key = name if section == "top" else f"{section}.{name}"
-                yield key, (written, copy.deepcopy(getattr(sections[section], name)))
+            value = getattr(sections[section], name)
+            if _refers(raw) and (written := _unresolved(raw, value)) != value:
+                yield (f"{section}.{name}" if section else name), (written, copy.deepcopy(value))
 
 
 def _unresolved(raw: Any, value: Any) -> Any:
@@ -597,6 +399,11 @@ def _unresolved(raw: Any, value: Any) -> Any:
     if isinstance(raw, list) and isinstance(value, list):
         return [_unresolved(*pair) for pair in zip(raw, value, strict=True)]
     return raw if isinstance(value, (str, list, dict)) else value
+
+
+def _refers(raw: Any) -> bool:
+    """Say whether a text refers to other values."""
+    return any("${" in text for text in _texts(raw))
 
 
 def _reads_environment(raw: Any) -> bool:
@@ -615,14 +422,8 @@ def _texts(raw: Any) -> Iterator[str]:
 TRUST = "Add --trust-code (in Python: trust_code=True) if you trust whoever wrote it."
 
 
-def _check_environment(schema: _Schema, layers: list[_Layer]) -> None:
-    """Refuse a task that uses environment variables, which the address of a file could leak. Raise ConfigError."""
-    if _task_reads_environment(OmegaConf.to_container(schema.values, resolve=False)):
-        raise ConfigError(f"The task of {layers[-2].path} refers to environment variables, which can be secrets. {TRUST}")
-
-
 def _task_reads_environment(values: Any) -> bool:
-    return _reads_environment(values) and any("${" in text for text in _texts(values["task"]))
+    return _reads_environment(values) and _refers(values["task"])
 
 
 def _code_of_task(task: Task) -> Iterator[tuple[str, str]]:
@@ -657,7 +458,7 @@ def code_of_sections(train: TrainConfig, eval_: EvalConfig, track: TrackConfig) 
     ]
 
 
-def _check_code(key: str, name: str, origin: str, layers: list[_Layer], trust_code: bool) -> None:
+def _check_code(key: str, name: str, origin: str, layers: list[Layer], trust_code: bool) -> None:
     if not trust_code and origin:  # what was typed on the command line is meant
         raise ConfigError(f"{key}={name} ({origin}) is not hftune's own code, and importing it would run it. {TRUST}")
     if trust_code and (is_dotted(name) or key != "eval.metrics"):
@@ -674,133 +475,154 @@ def _name_of(origin: str) -> str:
     return origin or "the command line"
 
 
-def _task_type(raw: Mapping[str, Any]) -> Any:
-    task = raw.get("task")
-    return _as_typed(task.get("type")) if isinstance(task, dict) else None
-
-
 class _Schema:
-    """The typed sections of a recipe with one kind of task, and the values set so far."""
+    """The keys of a recipe with one kind of task, and the values set so far, by section and field; "" has those at the top."""
 
     def __init__(self, task_type: type[Task]):
-        self.types: dict[str, type] = {"top": RunConfig, "task": task_type, **SECTIONS}
-        self.values = OmegaConf.create(
-            {  # ${seed} means ${top.seed}
-                **{item.name: f"${{top.{item.name}}}" for item in dataclasses.fields(RunConfig)},
-                **{name: _structured(type_) for name, type_ in self.types.items()},
+        if "__dataclass_fields__" not in vars(task_type):
+            raise ConfigError(f"task.type={type_name(task_type)} must be a dataclass: write @dataclass above the class.")
+        self.types: dict[str, type] = {"": RunConfig, "task": task_type, **SECTIONS}
+        self.keys = {name: {key.name: key for key in keys_of(type_, name).values()} for name, type_ in self.types.items()}
+        if odd := next((hint for key in self.keys["task"].values() if (hint := unsupported(key.type)) is not None), None):
+            raise ConfigError(f"task.type={type_name(task_type)}: a key cannot be of the type {getattr(odd, '__name__', odd)}.")
+        self.values = {
+            section: {
+                key.field: key.default if key.default is dataclasses.MISSING else copy.deepcopy(key.default)
+                for key in keys.values()
             }
-        )
-        keys = [(name, key) for name in self.types for key in self.values[name]]
-        hints = {name: get_type_hints(type_) for name, type_ in self.types.items()}
-        self.hints = {name: {key: hints[name][key] for key in self.values[name]} for name in self.types}
-        self.known = ["task.type", *(key_of(key) if name == "top" else f"{name}.{key_of(key)}" for name, key in keys)]
-        self.mappings = {
-            f"{name}.{key}" for name, key in keys if holds(dict, hint := self.hints[name][key]) and get_origin(hint) is not list
+            for section, keys in self.keys.items()
         }
-
-    @classmethod
-    def of(cls, task_type: type[Task]) -> _Schema:
-        """Return a schema with all defaults: a copy, as each is read from the dataclasses but once."""
-        defaults, pickled = _defaults(task_type)
-        schema = copy.copy(defaults)
-        schema.values = copy.deepcopy(schema.values) if pickled is None else pickle.loads(pickled)
-        return schema
+        self.known = ["task.type", *(name for keys in self.keys.values() for name in keys)]
+        self.mappings = {
+            key.name
+            for keys in self.keys.values()
+            for key in keys.values()
+            if holds(dict, key.type) and get_origin(key.type) is not list
+        }
 
     def leaves(self, raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
         """Yield (dotted key, value) down to the typed fields, and inside mappings with free keys such as task.data_files."""
-        for key, value in raw.items():
-            full_key = f"{prefix}{_as_typed(key, str)}"
-            is_section = full_key in self.types or full_key in self.mappings
-            if isinstance(value, dict) and (is_section or not (prefix or key in self.hints["top"])):  # misspelled ones, too
-                yield from self.leaves(value, f"{full_key}.")
-            elif not (value is None and full_key in self.types):  # an empty section sets nothing
-                yield full_key, value
+        for name, value in raw.items():
+            full = f"{prefix}{convert(name, str)}"
+            is_section = full in self.types or full in self.mappings
+            if isinstance(value, dict) and (is_section or not (prefix or name in self.keys[""])):  # misspelled ones, too
+                yield from self.leaves(value, f"{full}.")
+            elif not (value is None and full in self.types):  # an empty section sets nothing
+                yield full, value
 
-    def assign(self, full_key: str, value: Any) -> str | None:
+    def assign(self, name: str, value: Any) -> str | None:
         """Set one value; return what is wrong with it, or None."""
-        section, _, key = full_key.partition(".") if "." in full_key else ("top", "", full_key)
-        if full_key == "task.type":  # already imported
+        if name == "task.type":  # already imported
             return None
-        if full_key in self.types:
-            example = next(known for known in self.known if known.startswith(f"{full_key}."))
-            return f"{full_key}={format_value(value)} must be a section of keys, such as {example}=..."
-        mapping, dot, name = key.partition(".")
-        is_inside = f"{section}.{mapping}" in self.mappings and dot != ""
-        hint = self.hints.get(section, {}).get(field_name := self._field_name(section, mapping if is_inside else key))
-        if hint is None:
-            return f"{full_key} is not a key of a recipe.{self._nearest(full_key)}"
+        if name in self.types:
+            example = next(known for known in self.known if known.startswith(f"{name}."))
+            return f"{name}={format_value(convert(value))} must be a section of keys, such as {example}=..."
+        section, _, rest = name.partition(".") if "." in name else ("", "", name)
+        outer, dot, inner = rest.partition(".")
+        is_inside = dot != "" and f"{section}.{outer}" in self.mappings
+        key = self.keys.get(section, {}).get(f"{section}.{outer}" if is_inside else name)
+        if key is None:
+            return f"{name} is not a key of a recipe.{self._nearest(name)}"
+        values = self.values[section]
         try:
-            value = _as_typed({name: value}, hint)[name] if is_inside else _as_typed(value, hint)
-        except ValueError as error:
-            return f"{full_key}={format_value(value)}: {error}"
-        if value is False:  # as YAML reads a bare no or off
-            value = next((word for word in ("no", "off") if word in get_args(hint)), value)
-        default = getattr(self.types[section], field_name, None)
-        if value is None and full_key in self.mappings and not holds(type(None), hint):
-            value = {}  # removes what a base recipe has set
-            self.values[section][field_name] = value
-            return None
-        if holds(bool, hint) and isinstance(value, (int, float)) and not isinstance(value, bool):
-            # OmegaConf would read every number as true or false.
-            return f"{full_key}={format_value(value)} {type_problem(hint, value, default)}"
-        try:
-            if is_inside and self.values[section][mapping] is None:
-                self.values[section][mapping] = {}
-            OmegaConf.update(self.values[section], field_name, {name: value} if is_inside else value, force_add=is_inside)
-        except OmegaConfBaseException:
-            return f"{full_key}={format_value(value)} {type_problem(hint, value, default)}"
+            if is_inside:
+                merged: dict[str, Any] = values[key.field] if isinstance(values[key.field], dict) else {}  # type: ignore
+                merge(merged, convert({inner: value}, key.type))
+                values[key.field] = merged
+            elif value is None and name in self.mappings and not holds(types.NoneType, key.type):
+                values[key.field] = {}  # removes what a base recipe has set
+            else:
+                values[key.field] = convert(value, key.type)
+        except WrongType as error:
+            if error.args:
+                return f"{name}={format_value(value)}: {error}"
+            return f"{name}={format_value(_plain(value))} {type_problem(key.type, _plain(value), key.default)}"
         return None
 
-    def unknown(self, full_key: str) -> str | None:
+    def plain(self) -> dict[str, Any]:
+        """Return the values as a recipe nests and calls them, references as they are written; missing ones left out."""
+        nested: dict[str, Any] = {name: {} for name in self.types if name}
+        for section, values in self.values.items():
+            given = {key_of(name): value for name, value in values.items() if value is not dataclasses.MISSING}
+            (nested[section] if section else nested).update(given)
+        return nested
+
+    def resolve(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
+        """Follow all references. Return the values of the sections that are whole, and what is wrong with the others."""
+        whole, problems = {}, []
+        for section, keys in self.keys.items():
+            values = dict(self.values[section])
+            wrong = []
+            for key in keys.values():
+                if values[key.field] is dataclasses.MISSING:
+                    wrong.append(f"{key.name} is missing. It has no default: set {key.name}=...")
+                elif _refers(values[key.field]):
+                    try:
+                        values[key.field] = self._referred(key)
+                    except WrongType as error:
+                        wrong.append(f"{key.name}: {error}.")
+            problems += wrong
+            if not wrong:
+                whole[section] = values
+        return whole, problems
+
+    def _referred(self, key: Key) -> Any:
+        """Return the value of a key that refers to others, or raise WrongType with the reason."""
+        from omegaconf import OmegaConf  # takes a while, and few recipes have references
+        from omegaconf.errors import OmegaConfBaseException
+
+        try:
+            holder = OmegaConf.create(self.plain())
+            for part in key.name.split("."):
+                holder = holder[part]
+            found = OmegaConf.to_container(holder, resolve=True) if OmegaConf.is_config(holder) else holder
+        except OmegaConfBaseException as error:
+            missing = re.search(r"Environment variable '(.*)' not found", str(error))
+            reason = f"the environment variable {missing[1]} is not set" if missing else str(error).splitlines()[0]
+            raise WrongType(reason) from error
+        try:
+            return convert(found, key.type, is_resolved=True)
+        except WrongType as error:  # the value may be a secret
+            raise WrongType("the value that it refers to has the wrong type") from error
+
+    def unknown(self, name: str) -> str | None:
         """Say that a key to replace does not exist, or return None."""
-        inside = any(full_key.startswith(f"{mapping}.") for mapping in self.mappings)
-        if inside or full_key in self.types or full_key in self.known:
+        inside = any(name.startswith(f"{mapping}.") for mapping in self.mappings)
+        if inside or name in self.types or name in self.known:
             return None
-        return f"replace=[{full_key}]: {full_key} is not a key of a recipe.{self._nearest(full_key)}"
+        return f"replace=[{name}]: {name} is not a key of a recipe.{self._nearest(name)}"
 
-    def _field_name(self, section: str, key: str) -> str:
-        return f"{key}_" if f"{key}_" in self.hints.get(section, {}) else key
-
-    def _nearest(self, full_key: str) -> str:
+    def _nearest(self, full: str) -> str:
         """Suggest a key: first the same name in a different section, then the most similar one, else list all."""
-        name = full_key.rpartition(".")[2]
+        name = full.rpartition(".")[2]
         if name in ELSEWHERE:
             return f" Did you mean {ELSEWHERE[name]!r}?"
         same = [known for known in self.known if known.rpartition(".")[2] == name]
-        if "." in full_key:
-            same = difflib.get_close_matches(full_key, same, n=1) or same
-        if near := same or difflib.get_close_matches(full_key, self.known, n=1, cutoff=0.75):
+        if "." in full:
+            same = difflib.get_close_matches(full, same, n=1) or same
+        if near := same or difflib.get_close_matches(full, self.known, n=1, cutoff=0.75):
             return f" Did you mean {near[0]!r}?"
-        section = full_key.partition(".")[0]
+        section = full.partition(".")[0]
         siblings = [known.partition(".")[2] for known in self.known if known.startswith(f"{section}.")]
         if siblings:
             return f" Keys of {section}: {', '.join(siblings)}."
-        top = ["base", "replace", *(item.name for item in dataclasses.fields(RunConfig))]
-        return f" Sections: task, {', '.join(SECTIONS)}. Keys at the top: {', '.join(top)}."
+        return f" Sections: task, {', '.join(SECTIONS)}. Keys at the top: base, replace, {', '.join(self.keys[''])}."
 
 
-@cache
-def _defaults(task_type: type[Task]) -> tuple[_Schema, bytes | None]:
-    """Return the schema of a kind of task, and its values pickled; None where a class cannot be, as a function has made it."""
-    schema = _Schema(task_type)
-    try:
-        return schema, pickle.dumps(schema.values)
-    except (AttributeError, TypeError, pickle.PicklingError):
-        return schema, None
+def _plain(value: Any) -> Any:
+    """Return what a message shows of a value: numbers as YAML reads them."""
+    if isinstance(value, Written):
+        return value.value
+    if isinstance(value, (list, tuple)):
+        return [*map(_plain, value)]
+    return {_plain(name): _plain(item) for name, item in value.items()} if isinstance(value, Mapping) else value
 
 
-def _structured(type_: type) -> DictConfig:
-    if "__dataclass_fields__" not in vars(type_):
-        raise ConfigError(f"task.type={type_name(type_)} must be a dataclass: write @dataclass above the class.")
-    try:
-        return OmegaConf.structured(type_)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"task.type={type_name(type_)}: {str(error).splitlines()[0]}") from error
-
-
-def _import_task(layers: list[_Layer], trust_code: bool) -> type[Task]:
+def _import_task(layers: list[Layer], trust_code: bool) -> type[Task]:
     """Import the task class that the highest layer names; a bare name is one of hftune.tasks."""
-    named = [(name, layer.origin) for layer in layers if (name := _task_type(layer.values)) is not None]
+    tasks = [(layer.values.get("task"), layer.origin) for layer in layers]
+    named = [(_plain(task["type"]), origin) for task, origin in tasks if isinstance(task, dict) and "type" in task]
+    named = [(name, origin) for name, origin in named if name is not None]
     if not named:
         raise ConfigError("task.type is missing. Name a class of hftune.tasks, such as SequenceClassification, or your own.")
     name, origin = named[-1]

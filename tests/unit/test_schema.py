@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from hftune import ConfigError, Recipe, cli
 from hftune.config import reference, sections
+from hftune.config.keys import problems_of
 from hftune.config.recipe import _Schema
 from hftune.config.schema import schema_text
 from hftune.config.shipped_files import recipe_names, recipe_path
@@ -161,8 +162,9 @@ def test_no_value_that_is_accepted_is_marked(section, type_, part):
             continue
         marked += 1
         if reading.assign(f"{section}.{key}", value) is None:  # it may still be none of the names that the section knows
+            field_name = next(name for name in reading.values[section] if name.removesuffix("_") == key)
             with pytest.raises(ConfigError):
-                OmegaConf.to_object(reading.values[section])
+                raise ConfigError([*problems_of(type_(**{field_name: reading.values[section][field_name]}), section)])
             reading = _Schema(task_type)
     assert marked > len(dataclasses.fields(type_))
 
