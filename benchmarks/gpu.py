@@ -41,11 +41,12 @@ from record import parse_options, print_table, save
 from torch import Tensor
 
 from hftune.batch_plan import BatchPlan
-from hftune.build import Parts, build_model, load_datasets, plan_batches, settle_packing
+from hftune.build import Parts, build_model, load_datasets, plan_batches
 from hftune.config import Recipe
 from hftune.distributed.accelerator import on_cpu, start_accelerator
 from hftune.distributed.devices import known_tflops
 from hftune.optim import build_optimizer
+from hftune.settle import settle_packing
 from hftune.strategies.compilation import Compilations
 from hftune.strategies.data_parallel import DataParallel
 from hftune.tasks import SequenceClassification

@@ -33,10 +33,11 @@ from gpu import device_name, figure, idle_share, missing_gpu, peak_bytes, peak_t
 from record import parse_options, print_table, save
 from torch import nn
 
-from hftune.build import Parts, build_model, plan_batches, settle_packing
+from hftune.build import Parts, build_model, plan_batches
 from hftune.config import Recipe
 from hftune.distributed.accelerator import start_accelerator
 from hftune.optim import build_optimizer
+from hftune.settle import settle_packing
 from hftune.strategies.compilation import Compilations
 from hftune.strategies.data_parallel import DataParallel
 from hftune.tasks import LanguageModeling

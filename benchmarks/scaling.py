@@ -50,12 +50,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hftune.batch_plan import BatchPlan
-from hftune.build import PARTS, Parts, build_model, load_datasets, plan_batches, settle_packing, without_padding
+from hftune.build import Parts, build_model, load_datasets, plan_batches
 from hftune.config import Recipe
 from hftune.data.tokenized import Texts
 from hftune.distributed.accelerator import start_accelerator
 from hftune.optim import build_optimizer
 from hftune.planning.plan import survey
+from hftune.settle import PARTS, settle_packing, without_padding
 from hftune.strategies.data_parallel import DataParallel
 
 BERT_BASE_WIDTH = 768

@@ -48,13 +48,14 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from hftune.build import load_datasets, plan_batches, width_of, without_padding
+from hftune.build import load_datasets, plan_batches
 from hftune.config import Recipe
 from hftune.data.tokenized import Texts
 from hftune.distributed.accelerator import start_accelerator
 from hftune.models.dropout import replace_dropout
 from hftune.models.packing import find_packing, without_masks
 from hftune.optim import build_optimizer
+from hftune.settle import width_of, without_padding
 from hftune.strategies.arithmetic import Arithmetic
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.packing import collate_for, install_packing

@@ -25,7 +25,7 @@ The whole of a training, with the events that callbacks hear of:
     # or else, wherever it happens: an error, a lost process, or a request to stop
     on_failure
 
-Our own callbacks are listed in hftune/training.py, in the order in which they run; the user's come after them.
+Our own callbacks are listed in hftune/opening.py, in the order in which they run; the user's come after them.
 It knows no process, no file and no tensor.
 """
 

@@ -5,34 +5,15 @@ Not ``train.py``: a module and a function cannot share the name ``hftune.train``
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
 
-import torch
-
-from hftune.build import (
-    Parts,
-    build,
-    choose_strategy,
-    idle_notices,
-    prepare,
-    settle_micro_batches,
-    skip_notices,
-    warm_up_strategy,
-)
-from hftune.callbacks import Begin, Callback, Callbacks, CheckpointDone, Failure, make_callbacks
-from hftune.checkpoints.checkpointer import Checkpointer, path_of
+from hftune.build import Parts, build, choose_strategy
+from hftune.callbacks import Callback, make_callbacks
 from hftune.checkpoints.output_dir import OutputDir, TrainResult
-from hftune.checkpoints.resume import settle
-from hftune.checkpoints.run_folder import PROFILE
-from hftune.checkpoints.train_state import Provenance, RestoredState
+from hftune.checkpoints.resume import keep_settled
+from hftune.checkpoints.train_state import Provenance
 from hftune.config import Recipe
-from hftune.config.importing import import_named
-from hftune.distributed.devices import peak_flops
-from hftune.distributed.failure_report import Report
 from hftune.distributed.rounds import wait_for_agent
 from hftune.distributed.session import Session
 from hftune.errors import Interrupted
@@ -40,20 +21,13 @@ from hftune.finish import end_of_round, finish, how_to_resume, say_finished
 from hftune.loop import fit
 from hftune.milestones import Run
 from hftune.models.weights import weights_digest
+from hftune.opening import open_run
+from hftune.settle import changed_precision, idle_notices, prepare, settle_micro_batches, warm_up_strategy
 from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
 from hftune.strategies.sharding import model_tensors
-from hftune.tracking.console import Console, hide_progress_bars, hide_reports, is_terminal, note
-from hftune.tracking.hardware import hardware, of_all
-from hftune.tracking.ledger import NAME as LEDGER
-from hftune.tracking.ledger import Ledger
-from hftune.tracking.predictions import Predictions
-from hftune.tracking.printout import Printout, where_it_goes_on
-from hftune.tracking.profiler import Profiler, unreachable_steps
-from hftune.tracking.start_facts import keep_rows, run_facts, start_facts
-from hftune.tracking.summary import PRECISIONS
-from hftune.tracking.throughput import Stopwatch, Throughput
-from hftune.tracking.tracker import Tracker, check_trackers
+from hftune.tracking.console import hide_progress_bars, hide_reports, is_terminal, note
+from hftune.tracking.tracker import check_trackers
 
 
 def train(recipe: Recipe, callbacks: Sequence[Callback] = ()) -> TrainResult:
@@ -73,7 +47,7 @@ def train(recipe: Recipe, callbacks: Sequence[Callback] = ()) -> TrainResult:
     users = [*make_callbacks(recipe.callbacks), *callbacks]
     # The folder is released last: trackers may upload from it for hours after the other processes have left.
     with OutputDir(recipe) as output, Session(recipe) as session:
-        settle(recipe)
+        keep_settled(recipe)
         claim(output, session)
         parts = build(recipe, session.progress)
         output.check_finished(parts.num_steps)
@@ -131,136 +105,6 @@ def first_weights(output: OutputDir, strategy: Strategy, parts: Parts) -> str | 
         return None
     strategy.progress.stage("hashing the first weights")
     return weights_digest(model_tensors(parts.model))
-
-
-def changed_precision(recipe: Recipe, strategy: Strategy, before: str | None) -> list[str]:
-    """Say that ``train.mixed_precision=auto`` means something else than in the steps that a run is resumed from."""
-    if recipe.train.mixed_precision != "auto" or before in (None, strategy.precision):
-        return []
-    return [
-        f"train.mixed_precision=auto: the steps so far were computed in {PRECISIONS[before]}, those from here on in "
-        f"{PRECISIONS[strategy.precision]}. To keep to one of them, set train.mixed_precision={before}."
-    ]
-
-
-def open_run(
-    output: OutputDir,
-    session: Session,
-    strategy: Strategy,
-    parts: Parts,
-    provenance: Provenance,
-    restored: RestoredState,
-    users: Sequence[Callback],
-) -> Run:
-    """Open the output folder, trackers and ledger, and say what is about to happen. Collective.
-
-    From here on a signal is a request to stop after the current step.
-    """
-    session.progress.stage("opening the output folder")
-    recipe, state, path = output.recipe, restored.state, output.path
-    usage, clock = session.sample_usage(strategy.device, path), Stopwatch()
-    computed_on = strategy.gather_to_main([(strategy.process_index, hardware(strategy.device))])
-    output.find_best(strategy, state)
-
-    def ledger_start() -> dict[str, Any]:
-        rows_root = keep_rows(path, parts.datasets["train"], provenance.digests["train data"], strategy.progress)
-        checkpoint = output.start.checkpoint
-        return start_facts(recipe, strategy, parts, provenance, checkpoint, of_all(computed_on or []), rows_root)
-
-    ledger = Ledger(path / LEDGER, ledger_start, output.is_ours)
-    is_evaluated, must_start = state.evaluated_step == state.step, not session.info.round
-    tracker = Tracker(recipe, restored.run_ids, is_evaluated, must_start, output.before_release)
-    console = Console(strategy.is_main, parts.num_steps, state.step, recipe.eval.metric)
-    arithmetic = parts.arithmetic
-    peak = None if arithmetic is None else all_peaks(strategy, recipe)
-    # What happens at each event, from top to bottom.
-    ours = [
-        ledger,  # what each step was computed from, and what came out
-        Throughput(strategy.times.take, usage, arithmetic=arithmetic, peak_flops=peak),  # logs the values perf/...
-        Profiler(recipe.train.profile, path / PROFILE, strategy.process_index, strategy.device, clock.paused),
-        Predictions(path, recipe.task, strategy.progress.tick),  # predictions.jsonl, images of samples, folds
-        wing("hftune.reporting.callbacks.Card"),  # the model card
-        wing("hftune.reporting.callbacks.Report"),  # report.html
-        Printout(),  # prints what is trained, and what came out
-        tracker,  # metrics.jsonl and track.with
-        console,  # lines and the progress bar
-    ]
-    listening = Callbacks([*ours, *users], strategy.is_main)
-    run = Run(
-        recipe,
-        strategy,
-        parts.plan,
-        parts.datasets,
-        parts.num_steps,
-        state,
-        provenance,
-        listening,
-        Checkpointer(path / "checkpoints", recipe.checkpoint, last=state.step or None, is_ours=output.is_ours),
-        session.accept_stop_requests(),
-        clock,
-        console.scored,
-        lambda: [tracker.file, ledger.file],
-    )
-
-    def checkpoint_written(step: int, hashes: dict[str, str]) -> None:
-        done = CheckpointDone(step=step, path=path_of(run.checkpointer.folder, step), hashes=hashes, waited_s=run.waited_s)
-        listening.tell("on_checkpoint", done)
-
-    def failed(report: Report) -> None:
-        listening.tell("on_failure", Failure(reason=report.sentence, is_interruption=report.is_interruption))
-
-    run.checkpointer.on_written = checkpoint_written
-    session.at_failure(failed)
-    if strategy.is_main:
-        session.at_end(run.checkpointer.wait)  # before the folder is released
-    begin(run, output, session, parts)
-    provenance.run_ids = strategy.on_main(tracker.run_ids)
-    return run
-
-
-def wing(path: str) -> Callback:
-    """Make a callback of ours that is no part of the core, which therefore does not import it but by name."""
-    module, _, name = path.rpartition(".")
-    return import_named("callbacks", path, module, name)()
-
-
-def begin(run: Run, output: OutputDir, session: Session, parts: Parts) -> None:
-    """Bring the output folder to where training starts, write run.json, and let callbacks hear of the beginning. Collective."""
-    recipe, state, strategy = run.recipe, run.state, run.strategy
-
-    def record() -> Begin:
-        facts = {}
-        if strategy.is_main:
-            parts.notices += [*unreachable_steps(recipe.train.profile, parts.num_steps), *output.start.notices]
-            parts.notices += skip_notices(recipe.train, state.step, parts.num_steps)
-            goes_on = where_it_goes_on(run.num_steps, state, run.epoch(), output, session.info)
-            parts.notices += [] if goes_on is None else [goes_on]
-            collected = run_facts(recipe, strategy, parts, run.provenance, session.info.num_nodes)
-            output.open(state)
-            collected.write(output.path)
-            facts = asdict(collected)
-        return Begin(
-            recipe=recipe,
-            model=strategy.model,
-            plan=run.plan,
-            datasets=run.datasets,
-            output_dir=output.path,
-            step=state.step,
-            num_steps=run.num_steps,
-            process_index=strategy.process_index,
-            num_processes=strategy.num_processes,
-            device=strategy.device,
-            facts=facts,
-        )
-
-    run.tell_while_waiting("on_begin", record)
-
-
-def all_peaks(strategy: Strategy, recipe: Recipe) -> float | None:
-    """Return the peak rates of the devices of all processes together; None if nobody knows one of them. Collective."""
-    own = peak_flops(strategy.device, strategy.precision, recipe.train.tf32)
-    peaks = strategy.sum(torch.tensor(math.nan if own is None else own, dtype=strategy.exact, device=strategy.device)).item()
-    return peaks if math.isfinite(peaks) else None
 
 
 def fit_and_finish(run: Run, output: OutputDir) -> TrainResult:

@@ -45,7 +45,7 @@ class Start:
     """The processes of this job that have launchers."""
 
 
-def settle(recipe: Recipe) -> None:
+def keep_settled(recipe: Recipe) -> None:
     """Take over what the run that is resumed has settled: fields of ``Task.settled_fields`` that are null in the recipe."""
     folder = Path(recipe.output_dir) if recipe.resume in ("auto", "never") else Path(recipe.resume).expanduser()
     begins = recipe.resume == "never" and not is_restarted(folder, member())

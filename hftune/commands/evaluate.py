@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hftune.build import build_model, choose_strategy, load_datasets, settle_head
+from hftune.build import build_model, choose_strategy, load_datasets
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, open_checkpoint
 from hftune.checkpoints.export import read_about
 from hftune.checkpoints.output_dir import check_base
@@ -29,6 +29,7 @@ from hftune.evaluation import evaluate as score
 from hftune.inference import load_export
 from hftune.models.adapters import base_digest, has_adapter
 from hftune.optim import build_optimizer
+from hftune.settle import settle_head
 from hftune.strategies.averages import averages_itself
 from hftune.strategies.base import Strategy
 from hftune.strategies.compilation import compile_model

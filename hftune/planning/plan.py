@@ -23,16 +23,10 @@ from hftune.build import (
     check_micro_batches,
     check_names,
     check_skip,
-    largest_micro_batch_size,
-    largest_micro_batch_tokens,
     load_datasets,
-    may_be_packed,
-    may_score_head,
     plan_batches,
     skip_notices,
     total_steps,
-    width_of,
-    without_padding,
 )
 from hftune.config import Recipe
 from hftune.config.sections import DOUBLING, CheckpointConfig, EvalConfig, ParallelConfig
@@ -57,8 +51,10 @@ from hftune.planning.memory import (
     without_values,
 )
 from hftune.planning.pipeline import PipelineMeter, PipelinePlan, idle_share
+from hftune.settle import may_be_packed, may_score_head, width_of, without_padding
 from hftune.strategies.base import dummy_micro_batch
 from hftune.strategies.compilation import repeated_layers
+from hftune.strategies.fitting import largest_micro_batch_size, largest_micro_batch_tokens
 from hftune.strategies.packing import PACKING, collate_for, compute, inputs_of, install_packing, seems_packable
 from hftune.strategies.sharding import checkpoint_tensors
 from hftune.strategies.statistics import class_names, has_running_statistics, notice

@@ -19,17 +19,7 @@ import torch
 from torch import Tensor
 
 from hftune.batch_plan import BatchPlan
-from hftune.build import (
-    PARTS,
-    Parts,
-    build,
-    choose_strategy,
-    default_parts,
-    load_datasets,
-    prepare,
-    settle_micro_batches,
-    warm_up_strategy,
-)
+from hftune.build import Parts, build, choose_strategy, load_datasets
 from hftune.checkpoints.checkpointer import Checkpoint, Checkpointer
 from hftune.checkpoints.train_state import Provenance, TrainState
 from hftune.config import CheckpointConfig, Recipe
@@ -42,6 +32,7 @@ from hftune.models.weights import weights_digest
 from hftune.optim import ema_decay_at, lr_at
 from hftune.replay.history import NO_CHANGE, Change, History
 from hftune.replay.leaving_out import LeavingOut, leaving_out
+from hftune.settle import PARTS, default_parts, prepare, settle_micro_batches, warm_up_strategy
 from hftune.strategies.base import StepBatch, StepReport, Strategy
 from hftune.strategies.sharding import SavedState, model_tensors
 from hftune.task import Task

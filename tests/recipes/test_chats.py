@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hftune import Recipe, cli, load_model
 from hftune.build import build_model, load_datasets
-from hftune.checkpoints.resume import settle
+from hftune.checkpoints.resume import keep_settled
 from hftune.commands.evaluate import evaluate
 from hftune.errors import ConfigError, DataError
 from tests.support.runs import train_on
@@ -311,8 +311,8 @@ def test_run_that_is_resumed_keeps_the_date_of_its_start(own, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "recipe.yaml").write_text(first.to_yaml())
     again, anew = own(BEFORE, words=words), own(BEFORE, words=(*words, "resume=never"))
-    settle(again)
-    settle(anew)
+    keep_settled(again)
+    keep_settled(anew)
     assert (again.task.date, anew.task.date) == ("2025-01-02", None)
     texts = [recipe.task.marked(load_datasets(recipe)["train"][0])[0][0] for recipe in (again, anew)]
     assert texts[0].startswith("02 Jan 2025<|im_start|>") and not texts[1].startswith("02 Jan 2025")

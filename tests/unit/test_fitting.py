@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from hftune.batch_plan import BatchPlan
-from hftune.build import largest_micro_batch_tokens, plan_batches, settle_micro_batches
+from hftune.build import plan_batches
 from hftune.config import Recipe
 from hftune.errors import ConfigError
+from hftune.settle import settle_micro_batches
+from hftune.strategies.fitting import largest_micro_batch_tokens
 
 LENGTHS = np.array([10] * 40 + [20] * 20 + [40] * 4, np.int32)
 

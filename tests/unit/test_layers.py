@@ -21,10 +21,11 @@ tasks  strategies
 build  checkpoints  evaluation
 inference  callbacks
 tracking
+settle
 replay
 reporting
 milestones  planning
-loop  finish
+loop  finish  opening
 training
 run
 launchers
@@ -78,7 +79,7 @@ def test_imports_lead_downwards():
 def test_every_file_and_package_has_its_floor_and_the_root_is_short():
     names = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
     assert names - {"__init__"} == FLOOR_OF.keys()
-    assert len(list(ROOT.glob("*.py"))) <= 18
+    assert len(list(ROOT.glob("*.py"))) <= 20
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])

@@ -8,10 +8,11 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from hftune import Recipe
 from hftune.batch_plan import BatchPlan
-from hftune.build import build, default_parts, idle_notices, padding_share, settle_packing, width_of
+from hftune.build import build
 from hftune.distributed.progress import Progress
 from hftune.errors import DataError
 from hftune.models.packing import Packing, install, stack_of
+from hftune.settle import default_parts, idle_notices, padding_share, settle_packing, width_of
 from hftune.strategies.packing import collate_for, compute, inputs_of
 from hftune.strategies.trial import packing_problem, trial_samples
 

@@ -1,0 +1,157 @@
+"""Opens a run: its output folder, and all that hears of it. Our callbacks are listed here, in the order in which they run.
+
+It knows what happens at each event, and not when.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from hftune.build import Parts, skip_notices
+from hftune.callbacks import Begin, Callback, Callbacks, CheckpointDone, Failure
+from hftune.checkpoints.checkpointer import Checkpointer, path_of
+from hftune.checkpoints.output_dir import OutputDir
+from hftune.checkpoints.run_folder import PROFILE
+from hftune.checkpoints.train_state import Provenance, RestoredState
+from hftune.config import Recipe
+from hftune.config.importing import import_named
+from hftune.distributed.devices import peak_flops
+from hftune.distributed.failure_report import Report
+from hftune.distributed.session import Session
+from hftune.milestones import Run
+from hftune.strategies.base import Strategy
+from hftune.tracking.console import Console
+from hftune.tracking.hardware import hardware, of_all
+from hftune.tracking.ledger import NAME as LEDGER
+from hftune.tracking.ledger import Ledger
+from hftune.tracking.predictions import Predictions
+from hftune.tracking.printout import Printout, where_it_goes_on
+from hftune.tracking.profiler import Profiler, unreachable_steps
+from hftune.tracking.start_facts import keep_rows, run_facts, start_facts
+from hftune.tracking.throughput import Stopwatch, Throughput
+from hftune.tracking.tracker import Tracker
+
+
+def open_run(
+    output: OutputDir,
+    session: Session,
+    strategy: Strategy,
+    parts: Parts,
+    provenance: Provenance,
+    restored: RestoredState,
+    users: Sequence[Callback],
+) -> Run:
+    """Open the output folder, trackers and ledger, and say what is about to happen. Collective.
+
+    From here on a signal is a request to stop after the current step.
+    """
+    session.progress.stage("opening the output folder")
+    recipe, state, path = output.recipe, restored.state, output.path
+    usage, clock = session.sample_usage(strategy.device, path), Stopwatch()
+    computed_on = strategy.gather_to_main([(strategy.process_index, hardware(strategy.device))])
+    output.find_best(strategy, state)
+
+    def ledger_start() -> dict[str, Any]:
+        rows_root = keep_rows(path, parts.datasets["train"], provenance.digests["train data"], strategy.progress)
+        checkpoint = output.start.checkpoint
+        return start_facts(recipe, strategy, parts, provenance, checkpoint, of_all(computed_on or []), rows_root)
+
+    ledger = Ledger(path / LEDGER, ledger_start, output.is_ours)
+    is_evaluated, must_start = state.evaluated_step == state.step, not session.info.round
+    tracker = Tracker(recipe, restored.run_ids, is_evaluated, must_start, output.before_release)
+    console = Console(strategy.is_main, parts.num_steps, state.step, recipe.eval.metric)
+    arithmetic = parts.arithmetic
+    peak = None if arithmetic is None else all_peaks(strategy, recipe)
+    # What happens at each event, from top to bottom.
+    ours = [
+        ledger,  # what each step was computed from, and what came out
+        Throughput(strategy.times.take, usage, arithmetic=arithmetic, peak_flops=peak),  # logs the values perf/...
+        Profiler(recipe.train.profile, path / PROFILE, strategy.process_index, strategy.device, clock.paused),
+        Predictions(path, recipe.task, strategy.progress.tick),  # predictions.jsonl, images of samples, folds
+        wing("hftune.reporting.callbacks.Card"),  # the model card
+        wing("hftune.reporting.callbacks.Report"),  # report.html
+        Printout(),  # prints what is trained, and what came out
+        tracker,  # metrics.jsonl and track.with
+        console,  # lines and the progress bar
+    ]
+    listening = Callbacks([*ours, *users], strategy.is_main)
+    run = Run(
+        recipe,
+        strategy,
+        parts.plan,
+        parts.datasets,
+        parts.num_steps,
+        state,
+        provenance,
+        listening,
+        Checkpointer(path / "checkpoints", recipe.checkpoint, last=state.step or None, is_ours=output.is_ours),
+        session.accept_stop_requests(),
+        clock,
+        console.scored,
+        lambda: [tracker.file, ledger.file],
+    )
+
+    def checkpoint_written(step: int, hashes: dict[str, str]) -> None:
+        done = CheckpointDone(step=step, path=path_of(run.checkpointer.folder, step), hashes=hashes, waited_s=run.waited_s)
+        listening.tell("on_checkpoint", done)
+
+    def failed(report: Report) -> None:
+        listening.tell("on_failure", Failure(reason=report.sentence, is_interruption=report.is_interruption))
+
+    run.checkpointer.on_written = checkpoint_written
+    session.at_failure(failed)
+    if strategy.is_main:
+        session.at_end(run.checkpointer.wait)  # before the folder is released
+    begin(run, output, session, parts)
+    provenance.run_ids = strategy.on_main(tracker.run_ids)
+    return run
+
+
+def wing(path: str) -> Callback:
+    """Make a callback of ours that is no part of the core, which therefore does not import it but by name."""
+    module, _, name = path.rpartition(".")
+    return import_named("callbacks", path, module, name)()
+
+
+def begin(run: Run, output: OutputDir, session: Session, parts: Parts) -> None:
+    """Bring the output folder to where training starts, write run.json, and let callbacks hear of the beginning. Collective."""
+    recipe, state, strategy = run.recipe, run.state, run.strategy
+
+    def record() -> Begin:
+        facts = {}
+        if strategy.is_main:
+            parts.notices += [*unreachable_steps(recipe.train.profile, parts.num_steps), *output.start.notices]
+            parts.notices += skip_notices(recipe.train, state.step, parts.num_steps)
+            goes_on = where_it_goes_on(run.num_steps, state, run.epoch(), output, session.info)
+            parts.notices += [] if goes_on is None else [goes_on]
+            collected = run_facts(recipe, strategy, parts, run.provenance, session.info.num_nodes)
+            output.open(state)
+            collected.write(output.path)
+            facts = asdict(collected)
+        return Begin(
+            recipe=recipe,
+            model=strategy.model,
+            plan=run.plan,
+            datasets=run.datasets,
+            output_dir=output.path,
+            step=state.step,
+            num_steps=run.num_steps,
+            process_index=strategy.process_index,
+            num_processes=strategy.num_processes,
+            device=strategy.device,
+            facts=facts,
+        )
+
+    run.tell_while_waiting("on_begin", record)
+
+
+def all_peaks(strategy: Strategy, recipe: Recipe) -> float | None:
+    """Return the peak rates of the devices of all processes together; None if nobody knows one of them. Collective."""
+    own = peak_flops(strategy.device, strategy.precision, recipe.train.tf32)
+    peaks = strategy.sum(torch.tensor(math.nan if own is None else own, dtype=strategy.exact, device=strategy.device)).item()
+    return peaks if math.isfinite(peaks) else None

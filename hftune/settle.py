@@ -1,0 +1,287 @@
+"""Settles what only shows once the processes have joined: padding, the head's loss, the precision, the size of micro-batches.
+
+The plan and evaluations settle the same, with the same functions. It knows no steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hftune.batch_plan import BatchPlan
+from hftune.build import Parts, check_micro_batches, first_epoch
+from hftune.config import Recipe, TrainConfig
+from hftune.distributed.devices import precision_notices
+from hftune.errors import ConfigError
+from hftune.models.kinds import compute_padding, is_of_transformers
+from hftune.optim import build_optimizer
+from hftune.strategies.base import Strategy
+from hftune.strategies.compilation import repeated_layers
+from hftune.strategies.fitting import find_micro_batch_size, largest_micro_batch_tokens, memory_conditions
+from hftune.strategies.packing import collate_for
+from hftune.strategies.trial import head_problem, packing_problem, trial_samples
+from hftune.tracking.summary import PRECISIONS
+
+PARTS, TOKENS_OF_A_PART = (4, 2, 1), 1024
+"""``train.parts`` where training computes no padding: as many as a machine usually has processes, if a step has so many tokens
+for each of them on average. With fewer, a GPU takes hardly less time, and splitting a step would only cost."""
+
+
+HALF = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtype of autocast, by ``Strategy.precision``."""
+
+
+def default_parts(plan: BatchPlan, least: int = 1) -> int:
+    """Return what ``train.parts`` is by default for a plan without padding; the same for any number of processes."""
+    samples = min(plan.batch_size, plan.samples_per_epoch)
+    tokens = float(plan.lengths.mean()) * samples
+    return next(parts for parts in PARTS if parts <= samples and (parts <= least or tokens >= parts * TOKENS_OF_A_PART))
+
+
+def idle_notices(plan: BatchPlan, num_processes: int) -> list[str]:
+    """Say that steps have fewer micro-batches than there are processes; the first 20 steps are looked at."""
+    most = max(len(step) for _, step in zip(range(20), plan.epoch(0), strict=False))
+    if most >= num_processes:
+        return []
+    micro_batches = "1 micro-batch" if most == 1 else f"{most} micro-batches"
+    samples = min(plan.batch_size, plan.samples_per_epoch)
+    how = f"set train.parts={num_processes}" if samples >= num_processes else "raise train.batch_size"
+    return [
+        f"A step of {samples} samples has {micro_batches}, so {num_processes - most} of {num_processes} processes have nothing "
+        f"to compute. To use them all, {how}."
+    ]
+
+
+def without_padding(config: TrainConfig, plan: BatchPlan, pipeline_stages: int = 1) -> BatchPlan:
+    """Return the plan of a training that computes no padding. Bounds that are not set follow from 8 of the longest samples."""
+    is_bounded = config.micro_batch_tokens is not None or config.micro_batch_size is not None
+    return replace(
+        plan,
+        packed=True,
+        parts=config.parts or default_parts(plan, 1 if pipeline_stages == 1 else PARTS[0]),  # a pipeline lives on many
+        micro_batch_size=plan.micro_batch_size if is_bounded else None,
+        micro_batch_tokens=plan.micro_batch_tokens if is_bounded else 8 * int(plan.lengths.max()),
+    )
+
+
+def width_of(model: nn.Module) -> int | None:
+    """Return the width of a transformers model's hidden states; None for other models."""
+    if not is_of_transformers(model):
+        return None
+    try:
+        width = getattr(model.config.get_text_config(), "hidden_size", None)
+    except ValueError:  # it has several text models
+        return None
+    return width if isinstance(width, int) else None
+
+
+def padding_share(plan: BatchPlan) -> float:
+    """Return the share of padding in what the first steps of a plan compute; at most 20 steps are looked at."""
+    steps = [step for _, step in zip(range(20), plan.epoch(0), strict=False)]
+    computed = sum(micro_batch.tokens for step in steps for micro_batch in step)
+    return 1 - sum(int(plan.lengths[micro_batch.samples].sum()) for step in steps for micro_batch in step) / computed
+
+
+def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
+    """Leave out padding, if train.packing=auto and the model computes the same without, as the main process tries. Collective.
+
+    Before ``strategy.prepare``, while every process has the whole model on its host.
+
+    Raises:
+        ConfigError: a step has too few micro-batches for the pipeline's schedule.
+    """
+    config, model = recipe.train, parts.model
+    parts.plan = plan = replace(parts.plan, parts=config.parts, width=width_of(model))
+    if not may_be_packed(recipe, plan, model):
+        compute_padding(model)
+        return
+    strategy.progress.stage("trying the model without padding")
+    half = HALF[strategy.precision]
+    samples, dataset = trial_samples(plan.lengths), first_epoch(recipe, parts.datasets)
+
+    def tried() -> str | None:
+        if config.compile and not repeated_layers(model):
+            return "it is compiled as a whole (train.compile=true)"
+        return packing_problem(model, recipe.task, dataset, samples, strategy.device, half, padding_share(plan) >= 0.01)
+
+    reason = strategy.on_main(tried)
+    if reason is None:
+        strategy.collate_packed = collate_for(model, recipe.task)
+        parts.plan = without_padding(config, plan, recipe.parallel.pipeline_stages)
+        if recipe.parallel.pipeline_stages > 1:
+            check_micro_batches(recipe.parallel, parts.plan, strategy.num_processes // recipe.parallel.pipeline_stages)
+        return
+    compute_padding(model)
+    if (share := padding_share(plan)) >= 0.01:
+        parts.notices.append(
+            f"{share:.0%} of what training computes is padding: {parts.model_name} cannot leave it out, because {reason}."
+        )
+
+
+def settle_head(
+    recipe: Recipe, strategy: Strategy, model: nn.Module, dataset: Any, rows: int, others: Iterable[Any] = ()
+) -> list[str]:
+    """Let a model compute its loss together with its head, where there are many logits and it comes out the same. Collective.
+
+    Before ``strategy.prepare``, while every process has the whole model on its host.
+
+    Args:
+        rows: of the largest micro-batch.
+        others: data sets that are evaluated, too, and may have longer samples.
+
+    Returns:
+        Sentences on why the logits are computed as a whole.
+
+    Raises:
+        ConfigError: ``train.head_loss=liger`` cannot be used.
+    """
+    kernel = recipe.train.head_loss
+    if kernel != "liger" and not may_score_head(recipe, model):
+        return []
+    from hftune.models import scored_head
+
+    if kernel == "liger" and (problem := scored_head.liger_problem(model, strategy.device)) is not None:
+        raise ConfigError(f"train.head_loss=liger: {problem}. Set train.head_loss=auto.")
+    if not may_score_head(recipe, model):
+        raise ConfigError(f"train.head_loss=liger: {type(model).__name__} is compiled as a whole. Set train.compile=false.")
+    lengths = recipe.task.lengths(dataset)
+    longest = max((int(found.max()) for rows in others if (found := recipe.task.lengths(rows)) is not None), default=1)
+    longest = longest if lengths is None else max(longest, int(lengths.max()))
+    if kernel == "auto" and rows * longest * scored_head.Head.of(model).num_words <= scored_head.AT_ONCE:
+        return []
+    sample = 0 if lengths is None else int(np.argsort(lengths, kind="stable")[len(lengths) // 2])
+    strategy.progress.stage("trying the loss in chunks")
+    half = HALF[strategy.precision]
+    reason = strategy.on_main(lambda: head_problem(model, recipe.task, dataset, sample, strategy.device, half))
+    if reason is None:
+        scored_head.install(model, "liger" if kernel == "liger" else "chunks")
+        strategy.scores_head = True
+        return []
+    if kernel == "liger":
+        raise ConfigError(f"train.head_loss=liger: {type(model).__name__} cannot use it, because {reason}.")
+    return [f"The logits of a micro-batch are computed all at once, because {reason}."]
+
+
+def prepare(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
+    """Settle what only shows once the processes have joined, and hand model and optimizer to the strategy. Collective.
+
+    Raises:
+        ConfigError: what is built does not fit these devices, or this number of processes.
+    """
+    check_base_dtype(recipe, strategy, parts.model)
+    check_dropped_layers(strategy, parts.model)
+    settle_packing(recipe, strategy, parts)
+    rows = largest_rows(recipe, parts.plan, "test" in parts.datasets)
+    train, *others = parts.datasets.values()
+    parts.notices += settle_head(recipe, strategy, parts.model, train, rows, others)
+    strategy.progress.stage("preparing model and optimizer")
+    strategy.prepare(parts.model, build_optimizer(parts.model, recipe))
+    strategy.sharding.begin_training(keeps_average=recipe.train.ema_decay is not None)
+    parts.notices += [*strategy.notices(), *precision_notices(recipe.train, strategy.precision, strategy.device)]
+
+
+def warm_up_strategy(recipe: Recipe, strategy: Strategy, plan: BatchPlan, datasets: Mapping[str, Any]) -> list[str]:
+    """Let the strategy do the one-time work of a first step, and return what ``Strategy.warm_up`` does. Collective."""
+    strategy.progress.stage("the warm-up backward pass")
+    first, *_ = plan.epoch(0)[0]
+    return strategy.warm_up(first_epoch(recipe, datasets), first, frozen=recipe.train.batch_norm == "frozen")
+
+
+def may_score_head(recipe: Recipe, model: nn.Module) -> bool:
+    """Say whether to try to compute the loss together with the head. A pipeline's stages return logits."""
+    if recipe.train.head_loss == "whole" or recipe.parallel.pipeline_stages > 1 or not recipe.task.scored_head:
+        return False
+    if not is_of_transformers(model):
+        return False
+    from hftune.models.scored_head import Head
+
+    return Head.of(model) is not None and not (recipe.train.compile and not repeated_layers(model))
+
+
+def largest_rows(recipe: Recipe, plan: BatchPlan, has_test: bool) -> int:
+    """Return a bound on the rows of a micro-batch, in training or in an evaluation."""
+    evaluated = 0 if recipe.eval.is_off and not has_test else recipe.eval.batch_size
+    return max(evaluated, min(plan.batch_size, plan.micro_batch_size or plan.batch_size))
+
+
+def may_be_packed(recipe: Recipe, plan: BatchPlan, model: nn.Module) -> bool:
+    """Say whether to try a model without padding."""
+    return recipe.train.packing == "auto" and plan.lengths is not None and is_of_transformers(model)
+
+
+def check_base_dtype(recipe: Recipe, strategy: Strategy, model: nn.Module) -> None:
+    """Refuse ``adapter.base_dtype=auto`` where not all GPUs compute bf16, which only shows once the processes have joined.
+
+    Raises:
+        ConfigError: this one's does, and its frozen weights are bf16.
+    """
+    is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+    if recipe.adapter.base_dtype == "auto" and is_bf16 and strategy.precision != "bf16":
+        raise ConfigError("adapter.base_dtype=auto: not all GPUs of this job compute bf16. Set it to float32.")
+
+
+def check_dropped_layers(strategy: Strategy, model: nn.Module) -> None:
+    """Refuse layers that a model drops at random where processes meet in each layer: they would exchange different ones.
+
+    Raises:
+        ConfigError: naming the keys of the model's configuration.
+    """
+    configs = [vars(config) for module in model.modules() if (config := getattr(module, "config", None)) is not None]
+    drops = {name: value for config in configs for name, value in config.items() if "layerdrop" in name and value}
+    if drops and not strategy.computes_alone:
+        raise ConfigError(
+            f"{type(model).__name__} drops whole layers at random: {', '.join(f'{name}={drops[name]}' for name in drops)}. "
+            f"{type(strategy).__name__} cannot compute that, as its processes meet in each layer. Set "
+            f"{' '.join(f'task.model_config.{name}=0' for name in drops)}, or train without FSDP and pipeline stages."
+        )
+
+
+def settle_micro_batches(recipe: Recipe, strategy: Strategy, parts: Parts, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """Put what fits into the plan, if ``train.micro_batch_size`` or ``train.micro_batch_tokens`` is auto. Collective.
+
+    Args:
+        earlier: what this function returned when the run that is resumed began; its size is reused under the same conditions,
+            because a different size may change the last bits of a result.
+
+    Returns:
+        The number of the longest samples that fit, and the conditions it was found under, for the checkpoints.
+    """
+    conditions, config = memory_conditions(recipe, strategy) | {"packed": parts.plan.packed}, recipe.train
+    if earlier.get("packed", parts.plan.packed) != parts.plan.packed:
+        now, then = ("no padding", "padding") if parts.plan.packed else ("padding", "no padding")
+        parts.notices.append(
+            f"Training computes {now} here, but {then} before: its micro-batches and dropout are different ones from here on."
+        )
+    key = next((name for name in ("micro_batch_size", "micro_batch_tokens") if getattr(config, name) == "auto"), None)
+    if key is None:
+        return conditions | {"size": None}
+    known = earlier["size"] if earlier == conditions | {"size": earlier.get("size")} else None
+    size = known or find_micro_batch_size(strategy, parts.plan, first_epoch(recipe, parts.datasets), key)
+    bound, what, bounded = size, " of the longest samples fit on every process", key
+    if key == "micro_batch_tokens":
+        bound = largest_micro_batch_tokens(parts.plan, size, strategy.num_processes)
+        what = " tokens, a process's share of a step, fit on every process"
+        if bound == size * parts.plan.most_padded:
+            what = f" tokens, {size} of the longest samples, fit on every process"
+    elif parts.plan.packed:  # samples of any length are computed together: what fits is their tokens
+        bounded, tokens = "micro_batch_tokens", size * parts.plan.most_padded
+        bound, what = min(tokens, parts.plan.micro_batch_tokens or tokens), f" tokens, {size}{what}"
+    bounds: dict[str, Any] = {bounded: bound}
+    parts.plan = replace(parts.plan, **bounds)
+    parts.notices.append(f"train.{key}=auto: {bound:,}{', found when the run began' if known else what}.")
+    return conditions | {"size": size}
+
+
+def changed_precision(recipe: Recipe, strategy: Strategy, before: str | None) -> list[str]:
+    """Say that ``train.mixed_precision=auto`` means something else than in the steps that a run is resumed from."""
+    if recipe.train.mixed_precision != "auto" or before in (None, strategy.precision):
+        return []
+    return [
+        f"train.mixed_precision=auto: the steps so far were computed in {PRECISIONS[before]}, those from here on in "
+        f"{PRECISIONS[strategy.precision]}. To keep to one of them, set train.mixed_precision={before}."
+    ]
