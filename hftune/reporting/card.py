@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shlex
@@ -9,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, PackageLoader, Template
 
 from hftune.checkpoints.export import read_about
 from hftune.config.importing import is_own
@@ -36,8 +39,6 @@ TASKS = {
 """The Hub's name of each shipped task, and what its models do, by class."""
 INPUTS = {"image-classification": '["image.png"]', "image-to-image": '[("image.png", "mask.png")]'}
 """Inputs of ``TrainedModel.predict`` in the example, where they are not texts."""
-MAX_LABELS = 50
-"""Labels that the card lists; ImageNet's thousand would hide the rest."""
 
 
 @dataclass(frozen=True)
@@ -132,22 +133,64 @@ def card(facts: CardFacts, repository: str | None = None) -> str:
     Args:
         repository: the model's name on the Hub. None: the card is about the folder on this machine.
     """
-    sections = [
-        f"# {facts.values['recipe']}",
-        summary(facts),
-        results(facts),
-        usage(facts, repository),
-        training(facts),
-        again(facts, repository),
-    ]
-    return f"---\n{metadata(facts)}\n---\n\n" + "\n\n".join(filter(None, sections)) + "\n"
+    return template().render(context(facts, repository))
 
 
 def for_repository(text: str, facts: CardFacts, repository: str) -> str:
     """Return a card, which its author may have edited, with the Hub's name of the model in place of the local folder."""
-    for section in (usage, again):
-        text = text.replace(section(facts, None), section(facts, repository))
+    for block in ("usage", "again"):
+        local, pushed = (
+            "".join(template().blocks[block](template().new_context(context(facts, name)))) for name in (None, repository)
+        )
+        text = text.replace(local.strip(), pushed.strip())
     return text
+
+
+@functools.cache
+def template() -> Template:
+    found = Environment(
+        loader=PackageLoader("hftune.reporting"), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    found.filters |= {"code": code, "quoted": quoted, "short": short, "count": "{:,}".format, "duration": duration}
+    return found.get_template("card.md")
+
+
+def context(facts: CardFacts, repository: str | None) -> dict[str, Any]:
+    """Return what the template is filled in with."""
+    run, result, task, values = facts.run, facts.result, facts.recipe.task, facts.values
+    test = numbers(result.get("test", {}))
+    pipeline = task.transformers_pipeline()
+    tag = pipeline_tag(facts)
+    predicts = type(task).predict is not Task.predict
+    pins = [f"{key}_revision={commit}" for key, commit in facts.commits.items() if not facts.task.get(f"{key[5:]}_revision")]
+    recipe = RECIPE if repository else f"{values['output_dir']}/{RECIPE}"
+    return {
+        "values": values,
+        "train": values["train"],
+        "run": run,
+        "result": result,
+        "is_finished": facts.is_finished,
+        "metadata": metadata(facts),
+        "summary": summary(facts),
+        "scores": {"evaluation": facts.evaluation, **({"test": test} if test else {})},
+        "names": [*dict.fromkeys([*facts.evaluation, *test])],
+        "best": result["best"],
+        "num_steps": result.get("steps") or run.get("num_steps"),
+        "num_evaluations": facts.num_evaluations,
+        "epochs": facts.epochs,
+        "from_hub": [*from_hub(facts)],
+        "repository": repository,
+        "model": repository or f"{values['output_dir']}/model",
+        "adapters": facts.base if is_of_transformers(facts) else {},
+        "architecture": next(iter(facts.model_config.get("architectures") or []), None),
+        "pipeline": pipeline,
+        "settings": "".join(f", {name}={value!r}" for name, value in (pipeline or {}).items() if name != "task"),
+        "inputs": INPUTS.get(tag or "", '["A text."]' if tag else "inputs") if predicts else None,
+        "needs_trust": facts.needs_trust,
+        "labels": labels(facts),
+        "command": shlex.join(["hftune", "train", f"recipe={recipe}", "output_dir=outputs/again", *pins]),
+        "has_own_files": not hub_dataset(facts) and local_data(facts) == "own files",
+    }
 
 
 def metadata(facts: CardFacts) -> str:
@@ -258,7 +301,7 @@ def local_data(facts: CardFacts) -> str | None:
     return dataset if ":" in dataset and not facts.task.get("data_files") else "own files"
 
 
-# Its sections
+# Its words
 
 
 def summary(facts: CardFacts) -> str:
@@ -281,179 +324,18 @@ def origin(facts: CardFacts) -> str:
     return f"{start} on {code(local) if ':' in local else local}" if local else start
 
 
-def results(facts: CardFacts) -> str:
-    """Return the metrics of the best model, and which one it is."""
-    test = numbers(facts.result.get("test", {}))
-    names = [*facts.evaluation, *(name for name in test if name not in facts.evaluation)]
-    if not names:
-        return ""
-    best, metrics = facts.result["best"], {"evaluation": facts.evaluation, **({"test": test} if test else {})}
-    head = [f"| metric | {' | '.join(metrics)} |", f"|---|{'---|' * len(metrics)}"]
-    rows = [[code(name), *(short(found[name]) if name in found else "" for found in metrics.values())] for name in names]
-    table_ = "\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows)])
-    num_steps = facts.result.get("steps") or facts.run.get("num_steps")
-    chosen = f"This is the model after step {best['step']:,}" + (f" of {num_steps:,}" if num_steps else "")
-    if facts.num_evaluations > 1:
-        chosen += f", the best of {facts.num_evaluations} evaluations by {code(best['metric'])}"
-    unfinished = "" if facts.is_finished else " Its training was not finished when this card was written."
-    return f"## Results\n\n{table_}\n\n{chosen}.{unfinished}"
-
-
-def usage(facts: CardFacts, repository: str | None) -> str:
-    """Return how to load the model, and its labels."""
-    options = facts.recipe.task.transformers_pipeline()
-    if facts.base and is_of_transformers(facts):
-        example = adapter_example(facts, repository or f"{facts.values['output_dir']}/model", options)
-    elif options:
-        example = pipeline_example(options, repository or f"{facts.values['output_dir']}/model")
-    else:
-        example = hftune_example(facts, repository)
-    needs = "It needs code that is not part of hftune: the modules that `recipe.yaml` names." if facts.needs_trust else ""
-    parts = ["## How to use it", f"```python\n{example}\n```", "" if "transformers" in example else needs, vectors(facts)]
-    parts += [labels(facts)]
-    return "\n\n".join(filter(None, parts))
-
-
-def adapter_example(facts: CardFacts, model: str, options: Mapping[str, Any] | None) -> str:
-    """Return Python that loads base and adapters, and merges them. peft does so for all kinds; see ``vectors``."""
-    kind, base = facts.model_config["architectures"][0], facts.base["name"] or f"{model}/base"
-    commit = f", revision={quoted(facts.base['commit'])}" if facts.base["commit"] else ""
-    task = f'"{options["task"]}"' if options else None
-    settings = "".join(f", {name}={value!r}" for name, value in options.items() if name != "task") if options else ""
-    names = ["AutoConfig", *(["AutoTokenizer", "pipeline"] if options else []), kind]
-    lines = [
-        "from peft import PeftModel",
-        f"from transformers import {', '.join(sorted(names, key=lambda name: (name.islower(), name)))}\n",
-        f"folder = {quoted(model)}",
-        'config = AutoConfig.from_pretrained(folder, subfolder="model_config")',
-        f"base = {kind}.from_pretrained({quoted(base)}{commit}, config=config, ignore_mismatched_sizes=True)",
-        "model = PeftModel.from_pretrained(base, folder).merge_and_unload()",
-    ]
-    if options:
-        lines += [
-            f"predict = pipeline({task}, model=model, tokenizer=AutoTokenizer.from_pretrained(folder){settings})",
-            'predict(["A text."])',
-        ]
-    return "\n".join(lines)
-
-
-def vectors(facts: CardFacts) -> str:
-    """Say what else looks as if it loaded DoRA's adapters, and does not."""
-    if not facts.base or facts.values["adapter"]["type"] != "dora":
-        return ""
-    return (
-        "Load it with peft, as here, or with hftune. `AutoModel.from_pretrained` of transformers (5.23) leaves DoRA's vectors "
-        "out without a word."
-    )
-
-
-def pipeline_example(options: Mapping[str, Any], model: str) -> str:
-    """Return Python that loads the model as a transformers pipeline."""
-    settings = "".join(f", {name}={value!r}" for name, value in options.items() if name != "task")
-    return (
-        "from transformers import pipeline\n\n"
-        f'predict = pipeline("{options["task"]}", model={quoted(model)}{settings})\n'
-        'predict(["A text."])'
-    )
-
-
-def hftune_example(facts: CardFacts, repository: str | None) -> str:
-    """Return Python that loads the model with hftune."""
-    imports = "import hftune" + ("\nfrom huggingface_hub import snapshot_download" if repository else "")
-    place = f"snapshot_download({quoted(repository)})" if repository else quoted(facts.values["output_dir"])
-    trust = ", trust_code=True" if facts.needs_trust else ""
-    inputs = INPUTS.get(pipeline_tag(facts) or "", '["A text."]' if pipeline_tag(facts) else "inputs")
-    predicts = type(facts.recipe.task).predict is not Task.predict
-    last = f"trained.predict({inputs})" if predicts else "trained.model  # a torch.nn.Module"
-    return f"{imports}\n\ntrained = hftune.load_model({place}{trust})\n{last}"
-
-
-def labels(facts: CardFacts) -> str:
-    """Return a sentence with the names of the classes, if there are any."""
+def labels(facts: CardFacts) -> list[str]:
+    """Return the names of the classes, if there are any."""
     config = facts.model_config
     named = [config["id2label"][key] for key in sorted(config["id2label"], key=int)] if "id2label" in config else None
-    names = facts.run.get("labels") or named or config.get("label_names") or []
-    if not names:
-        return ""
-    more = f" and {len(names) - MAX_LABELS} more" if len(names) > MAX_LABELS else ""
-    return f"Labels: {', '.join(code(name) for name in names[:MAX_LABELS])}{more}."
+    return facts.run.get("labels") or named or config.get("label_names") or []
 
 
-def training(facts: CardFacts) -> str:
-    """Return a table of what the training depends on."""
-    rows = {**dict(data_rows(facts)), **dict(recipe_rows(facts)), **dict(run_rows(facts))}
-    lines = [f"| {name} | {value} |".replace("\n", " ") for name, value in rows.items()]
-    return "\n".join(["## How it was trained", "", "| | |", "|---|---|", *lines])
-
-
-def data_rows(facts: CardFacts) -> Iterator[tuple[str, str]]:
-    """Yield the rows on the model and the data that training started from."""
-    for name, title in (("model", "base model"), ("dataset", "data set"), ("tokenizer", "tokenizer")):
-        if value := _from_hub(facts, name):
-            yield (
-                title,
-                f"{link(value, 'datasets/' if name == 'dataset' else '')}, commit {code(facts.commits[f'task.{name}'])}",
-            )
-    for split, title in (("train", "training data"), ("eval", "evaluation data"), ("test", "test data")):
-        data = facts.run.get("data", {}).get(split, {})
-        parts = [f"{data['samples']:,} samples"] if "samples" in data else []
-        parts += [f"digest {code(data['digest'])}"] if data.get("digest") else []
-        if parts:
-            yield title, ", ".join(parts)
-    if count := facts.run.get("parameters"):
-        trained = facts.run.get("trainable_parameters", count)
-        kind = f"{code(facts.run['model'])}, " if facts.run.get("model") else ""
-        yield "network", f"{kind}{count:,} parameters" + (f", of which {trained:,} were trained" if trained != count else "")
-
-
-def recipe_rows(facts: CardFacts) -> Iterator[tuple[str, str]]:
-    """Yield the rows on the settings that matter most."""
-    train, adapter = facts.values["train"], facts.values.get("adapter", {})
-    if kind := adapter.get("type"):
-        packed = f", beside weights in {adapter['quantize']}" if adapter["quantize"] else ""
-        yield "adapters", f"{kind}, rank {adapter['rank']}, alpha {adapter['alpha']:g}{packed}"
-    yield "global batch", f"{train['batch_size']:,} samples"
-    if steps := facts.result.get("steps") or facts.run.get("num_steps"):
-        epochs = f"{facts.epochs:.3g} epoch{'' if facts.epochs == 1 else 's'}" if facts.epochs and facts.is_finished else ""
-        yield "steps", f"{steps:,}{epochs and f' ({epochs})'}"
-    yield "optimizer", f"{train['optimizer']}, weight decay {train['weight_decay']:g}"
-    warmup = f", warm-up over {100 * train['warmup_ratio']:.3g} % of the steps" if train["warmup_ratio"] else ""
-    yield "learning rate", f"{train['lr']:g}, {train['schedule']} schedule{warmup}"
-    if train["clip_norm"] is not None:
-        yield "gradient clipping", f"norm {train['clip_norm']:g}"
-    precision = facts.run.get("precision", train["mixed_precision"])
-    yield "precision", "float32" if precision == "no" else f"{precision} (mixed)"
-    yield "seed", str(facts.values["seed"])
-
-
-def run_rows(facts: CardFacts) -> Iterator[tuple[str, str]]:
-    """Yield the rows on where it was trained, and with what."""
-    run, result = facts.run, facts.result
-    if count := result.get("world_size") or run.get("processes"):
-        nodes = f", {run['nodes']} machines," if run.get("nodes", 1) > 1 else ""
-        yield "processes", f"{count}{nodes}" + (f" on {run['device']}" if run.get("device") else "")
-    if seconds := result.get("seconds"):
-        yield "time", duration(seconds)
-    if versions := result.get("versions"):
-        yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
-    if git := run.get("git"):
-        yield "code", f"commit {code(git['commit'])}" + (" with changes that are in no commit" if git.get("is_dirty") else "")
-
-
-def again(facts: CardFacts, repository: str | None) -> str:
-    """Return how to train the model again."""
-    recipe = RECIPE if repository else f"{facts.values['output_dir']}/{RECIPE}"
-    pins = [f"{key}_revision={commit}" for key, commit in facts.commits.items() if not facts.task.get(f"{key[5:]}_revision")]
-    command = shlex.join(["hftune", "train", f"recipe={recipe}", "output_dir=outputs/again", *pins])
-    where = f"{code(RECIPE)}, beside this file, holds" if repository else f"{code(RECIPE)} holds"
-    files = "" if hub_dataset(facts) or local_data(facts) != "own files" else " The data are not included."
-    return (
-        f"## How to train it again\n\n```bash\n{command}\n```\n\n"
-        f"{where} every setting.{files} The result does not depend on the number of processes; `--processes 4` starts four."
-    )
-
-
-# Words
+def from_hub(facts: CardFacts) -> Iterator[tuple[str, str, str, str]]:
+    """Yield title, name, kind in its address, and commit of what came from the Hub."""
+    for key, title, kind in (("model", "base model", ""), ("dataset", "data set", "datasets/"), ("tokenizer", "tokenizer", "")):
+        if name := _from_hub(facts, key):
+            yield title, name, kind, facts.commits[f"task.{key}"]
 
 
 def quoted(text: str) -> str:
