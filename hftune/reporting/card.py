@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from jinja2 import Environment, PackageLoader, Template
 from hftune.checkpoints.export import read_about
 from hftune.config.importing import is_own
 from hftune.config.recipe import Recipe, type_name
+from hftune.reporting.blocks import duration
 from hftune.task import Task
 from hftune.tracking.console import is_number, short
 from hftune.tracking.facts import NAME as RUN
@@ -151,7 +152,9 @@ def template() -> Template:
     found = Environment(
         loader=PackageLoader("hftune.reporting"), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    found.filters |= {"code": code, "quoted": quoted, "short": short, "count": "{:,}".format, "duration": duration}
+    quoted = functools.partial(json.dumps, ensure_ascii=False)  # a Python literal in double quotes
+    words = {"code": code, "link": link, "quoted": quoted, "short": short, "count": "{:,}".format, "duration": duration}
+    found.filters |= words
     return found.get_template("card.md")
 
 
@@ -171,14 +174,17 @@ def context(facts: CardFacts, repository: str | None) -> dict[str, Any]:
         "result": result,
         "is_finished": facts.is_finished,
         "metadata": metadata(facts),
-        "summary": summary(facts),
+        "purpose": purpose(task)[1],
+        "task": facts.task,
+        "hub": {name: from_hub(facts, name) for name in ("model", "dataset", "tokenizer")},
+        "commits": facts.commits,
+        "local_data": local_data(facts),
         "scores": {"evaluation": facts.evaluation, **({"test": test} if test else {})},
         "names": [*dict.fromkeys([*facts.evaluation, *test])],
         "best": result["best"],
         "num_steps": result.get("steps") or run.get("num_steps"),
         "num_evaluations": facts.num_evaluations,
         "epochs": facts.epochs,
-        "from_hub": [*from_hub(facts)],
         "repository": repository,
         "model": repository or f"{values['output_dir']}/model",
         "adapters": facts.base if is_of_transformers(facts) else {},
@@ -189,7 +195,6 @@ def context(facts: CardFacts, repository: str | None) -> dict[str, Any]:
         "needs_trust": facts.needs_trust,
         "labels": labels(facts),
         "command": shlex.join(["hftune", "train", f"recipe={recipe}", "output_dir=outputs/again", *pins]),
-        "has_own_files": not hub_dataset(facts) and local_data(facts) == "own files",
     }
 
 
@@ -197,10 +202,10 @@ def metadata(facts: CardFacts) -> str:
     """Return the YAML by which the Hub sorts and finds models."""
     from huggingface_hub import ModelCardData
 
-    dataset, scores = hub_dataset(facts), eval_results(facts)
+    dataset, scores = from_hub(facts, "dataset"), eval_results(facts)
     data = ModelCardData(
         model_name=facts.values["recipe"] if scores else None,  # it belongs to them
-        base_model=hub_model(facts),
+        base_model=from_hub(facts, "model"),
         datasets=[dataset] if dataset else None,
         library_name=library(facts),
         pipeline_tag=pipeline_tag(facts),
@@ -214,7 +219,7 @@ def eval_results(facts: CardFacts) -> list[Any]:
     """Return the metrics of the best model as the Hub's model index has them; none for a task that the Hub has no name for."""
     from huggingface_hub import EvalResult
 
-    tag, dataset = pipeline_tag(facts), hub_dataset(facts)
+    tag, dataset = pipeline_tag(facts), from_hub(facts, "dataset")
     if tag is None:
         return []
     return [
@@ -267,25 +272,11 @@ def is_of_transformers(facts: CardFacts) -> bool:
     return hasattr(transformers, architectures[0])  # dir() takes 0.2 s
 
 
-def hub_model(facts: CardFacts) -> str | None:
-    """Return the name of the pretrained model, if it came from the Hub."""
-    return _from_hub(facts, "model")
-
-
-def hub_dataset(facts: CardFacts) -> str | None:
-    """Return the name of the data set, if it came from the Hub."""
-    return _from_hub(facts, "dataset")
-
-
-def _from_hub(facts: CardFacts, name: str) -> str | None:
+def from_hub(facts: CardFacts, name: str) -> str | None:
+    """Return the name of the pretrained model, the data set or the tokenizer, if it came from the Hub."""
     value = facts.task.get(name)
     is_named = isinstance(value, str) and not is_reference(value)
     return value if is_named and f"task.{name}" in facts.commits else None
-
-
-def is_shipped(task: Task) -> bool:
-    """Return whether a task is hftune's own."""
-    return is_own(f"{type(task).__module__}.")
 
 
 def is_reference(text: str) -> bool:
@@ -296,32 +287,9 @@ def is_reference(text: str) -> bool:
 def local_data(facts: CardFacts) -> str | None:
     """Name data of a shipped task that are not from the Hub: a function, or files, whose paths are nobody's business."""
     dataset = facts.task.get("dataset")
-    if not isinstance(dataset, str) or is_reference(dataset) or not is_shipped(facts.recipe.task):
+    if not isinstance(dataset, str) or is_reference(dataset) or not is_own(f"{type(facts.recipe.task).__module__}."):
         return None
     return dataset if ":" in dataset and not facts.task.get("data_files") else "own files"
-
-
-# Its words
-
-
-def summary(facts: CardFacts) -> str:
-    """Return one sentence on what the model is."""
-    version = facts.result["versions"].get("hftune", "")
-    return f"A model {purpose(facts.recipe.task)[1]}, {origin(facts)} with hftune {version}".rstrip() + "."
-
-
-def origin(facts: CardFacts) -> str:
-    """Say what the model was made from: "trained from scratch on ..."."""
-    base, dataset, local = hub_model(facts), hub_dataset(facts), local_data(facts)
-    if base:
-        start = f"fine-tuned from {link(base)}"
-    elif facts.task.get("model"):
-        start = "fine-tuned from a local model"
-    else:
-        start = "trained from scratch" if "model" in facts.task else "trained"
-    if dataset:
-        return f"{start} on {link(dataset, 'datasets/')}"
-    return f"{start} on {code(local) if ':' in local else local}" if local else start
 
 
 def labels(facts: CardFacts) -> list[str]:
@@ -329,18 +297,6 @@ def labels(facts: CardFacts) -> list[str]:
     config = facts.model_config
     named = [config["id2label"][key] for key in sorted(config["id2label"], key=int)] if "id2label" in config else None
     return facts.run.get("labels") or named or config.get("label_names") or []
-
-
-def from_hub(facts: CardFacts) -> Iterator[tuple[str, str, str, str]]:
-    """Yield title, name, kind in its address, and commit of what came from the Hub."""
-    for key, title, kind in (("model", "base model", ""), ("dataset", "data set", "datasets/"), ("tokenizer", "tokenizer", "")):
-        if name := _from_hub(facts, key):
-            yield title, name, kind, facts.commits[f"task.{key}"]
-
-
-def quoted(text: str) -> str:
-    """Return a Python literal in double quotes."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def code(text: Any) -> str:
@@ -351,10 +307,3 @@ def code(text: Any) -> str:
 def link(name: str, kind: str = "") -> str:
     """Return a link to a repository on the Hub."""
     return f"[{name}](https://huggingface.co/{kind}{name})"
-
-
-def duration(seconds: float) -> str:
-    """Format a time for reading: 45 s, 12 min, 3.5 h."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -125,7 +125,7 @@ def test_card_of_a_model_from_the_hub(folder):
         "| precision | float32 |\n"
         "| seed | 42 |\n"
         "| processes | 2 on NVIDIA H200 |\n"
-        "| time | 13 min |\n"
+        "| time | 12 min 34 s |\n"
         "| versions | hftune 0.3.0, torch 2.13.0 |\n"
         f"| code | commit `{'c' * 40}` with changes that are in no commit |"
     )
@@ -240,7 +240,7 @@ def test_card_that_cannot_be_written_costs_one_line_and_not_the_run(folder, tmp_
         )
         writer.on_end(SimpleNamespace(result=result))
 
-    end(versions=None)
+    end(best=None)
     said = capsys.readouterr().out
     assert said.startswith(f"warning: {tmp_path}/out/model/README.md could not be written: ") and said.endswith(
         ". Everything else is saved.\n"
