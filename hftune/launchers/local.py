@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -27,24 +27,13 @@ from hftune.distributed.failure_report import Report, exit_code, with_report
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.signals import STARTED_BY, hangup
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
-from hftune.launchers.forks import how_it_ended
+from hftune.launchers.forks import Wanted, how_it_ended
 from hftune.tracking.console import is_terminal
 
 if TYPE_CHECKING:
     from hftune.checkpoints.output_dir import TrainResult
 
 KINDS = {kind.__name__: kind for kind in (ConfigError, DataError, TrainingError, Interrupted, KeyboardInterrupt)}
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """How many processes train, while those that die are replaced."""
-
-    least: int
-    most: int
-    multiple: int
-    """Their number is a multiple of this, the number of pipeline stages."""
-    output_dir: str
 
 
 def launch(recipe: Recipe, num_processes: int | tuple[int, int] | None = None) -> TrainResult:
@@ -99,10 +88,9 @@ def start_processes(program: str, words: Sequence[str], count: int | Wanted, lib
 
 def several_processes(program: str, count: int | Wanted, folder: str, libraries: Sequence[str]) -> list[str]:
     """Return the words of Python's command line that start the processes, but for their own words."""
-    if isinstance(count, Wanted):
-        return ["-m", "hftune.elastic.agent", json.dumps(asdict(count)), folder, ",".join(libraries), program]
-    if sys.platform == "linux":
-        return ["-m", "hftune.launchers.forks", str(count), folder, ",".join(libraries), program]
+    if isinstance(count, Wanted) or sys.platform == "linux":
+        wanted = count if isinstance(count, Wanted) else Wanted(count, count)
+        return ["-m", "hftune.launchers.forks", json.dumps(asdict(wanted)), folder, ",".join(libraries), program]
     # The libraries of macOS do not survive a fork. Not --standalone, whose store listens on all networks of the machine.
     meeting = ["--nnodes", "1", "--rdzv-backend", "hftune", "--rdzv-endpoint", "127.0.0.1:0"]
     torchrun = ["-m", "hftune.launchers.quietly", "torchrun", *meeting, "--nproc_per_node", str(count), "--log-dir", folder]

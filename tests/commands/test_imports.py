@@ -148,8 +148,8 @@ def test_command_that_starts_processes_does_not_import_torch_itself():
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
     _, alone, _, replaced = done.stdout.splitlines()
-    assert alone == "-m hftune.launchers.forks 2 False False", done.stderr
-    assert replaced.startswith("-m hftune.elastic.agent ") and replaced.endswith(" False False"), done.stderr
+    for command in (alone, replaced):
+        assert command.startswith("-m hftune.launchers.forks {") and command.endswith("} False False"), done.stderr
 
 
 def test_what_is_imported_before_the_fork_starts_no_thread_and_asks_for_no_gpu():

@@ -1,5 +1,6 @@
 """The launcher that forks: what it makes of signals and of processes that end."""
 
+import json
 import os
 import signal
 import time
@@ -100,7 +101,7 @@ def test_patience_that_is_no_number_is_the_default(monkeypatch, signals):
 
 def test_a_module_that_cannot_be_imported_is_named_with_its_reason(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
-    assert forks.main(["2", str(tmp_path), "no_such_library", "hftune.run", "recipe=x"]) == 2
+    assert forks.main([json.dumps({"least": 2, "most": 2}), str(tmp_path), "no_such_library", "hftune.run", "recipe=x"]) == 2
     said = "Task.libraries names no_such_library, which cannot be imported: ModuleNotFoundError: No module named 'no_such_library'."
     assert capsys.readouterr().err == f"hftune: {said}\n"
     error = read_failure(tmp_path)

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from hftune.distributed.rounds import AgentFolder
-from hftune.elastic import agent as agents
-from hftune.elastic.agent import Agent
 from hftune.errors import ConfigError, Interrupted, TrainingError
-from hftune.launchers.forks import Signals
-from hftune.launchers.local import Wanted, check_range, read_failure
+from hftune.launchers import forks
+from hftune.launchers.forks import Forks, Signals, Wanted
+from hftune.launchers.local import check_range, read_failure
 
 
 @pytest.fixture
@@ -27,8 +26,8 @@ def signals():
 @pytest.fixture
 def run(tmp_path, signals, monkeypatch):
     """Return a function that runs an agent whose processes are calls of ``work(rank, round, AgentFolder)``, which return exit codes."""
-    monkeypatch.setattr(agents, "serve_store", lambda listener: time.sleep(60))
-    monkeypatch.setattr(agents, "SAME_S", 0.0)
+    monkeypatch.setattr(forks, "serve_store", lambda listener: time.sleep(60))
+    monkeypatch.setattr(forks, "SAME_S", 0.0)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")  # the agent sets it to say its last word
 
     def run(work, least, most, gpus=()):
@@ -41,7 +40,7 @@ def run(tmp_path, signals, monkeypatch):
                 os._exit(99)
 
         (tmp_path / "files").mkdir()
-        made = Agent(Wanted(least, most, 1, str(tmp_path)), tmp_path / "files", signals, be_process, gpus)
+        made = Forks(Wanted(least, most, 1, str(tmp_path)), tmp_path / "files", signals, be_process, gpus)
         try:
             return made.run(), made
         finally:
@@ -167,7 +166,7 @@ def test_a_store_that_ends_is_a_loss(run, tmp_path, monkeypatch):
             os._exit(1)
         time.sleep(60)
 
-    monkeypatch.setattr(agents, "serve_store", serve)
+    monkeypatch.setattr(forks, "serve_store", serve)
     code, made = run(lambda rank, number, folder: 0 if number else until_asked(), 1, 2)
     assert code == 0 and made.round == 1
 
