@@ -76,7 +76,9 @@ class Heartbeat:
                 raise TrainingError(f"{where}: that launcher has ended, or its machine is down or cut off.") from error
             from hftune.distributed.rendezvous import Attempt  # only now: it imports torch
 
-            self._watch = self._start_watchdog(Attempt(self._connection, self.here.rank).look, has_group=False)
+            early = dist.PrefixStore(f"hftune/{self.here.run_id}/early", self._connection)
+            look = Attempt(self._connection, self.here.rank).look if self.here.may_restart else lambda: early
+            self._watch = self._start_watchdog(look, has_group=False)
         return self
 
     def early_store(self, timeout_s: float) -> Any | None:

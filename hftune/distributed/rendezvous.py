@@ -46,7 +46,7 @@ def _register() -> None:
 def _meet(url: str, timeout: timedelta, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
     store, rank, num_processes = next(rendezvous("env://", timeout=JOIN))
     if ProcessInfo.from_environment().round is None:
-        store = dist.PrefixStore(agree(store, rank, num_processes, timeout), store)
+        store = agree(store, rank, num_processes, timeout)
     else:  # its store is new
         await_all(store, rank, num_processes, JOIN)
     yield store, rank, num_processes
@@ -65,53 +65,40 @@ def await_all(store: Any, rank: int, num_processes: int, timeout: timedelta) -> 
     store.wait([f"hftune/here/{other}" for other in range(num_processes)], timeout)
 
 
-def agree(store: Any, rank: int, num_processes: int, timeout: timedelta) -> str:
-    """Return a name that the processes share with each other and with no earlier group in this store.
-
-    Process 0 invites; each other process answers the newest invitation with a random word. An invitation counts once it is
-    confirmed with that word, which process 0 of an earlier group cannot know.
+def agree(store: Any, rank: int, num_processes: int, timeout: timedelta) -> Any:
+    """Return a store that all processes of this attempt share, and no earlier attempt. Waits for all of them.
 
     Raises:
         DistStoreError: the other processes did not arrive in time.
     """
-    if rank == 0:
-        name = uuid.uuid4().hex
-        store.set("hftune/invitation", name)
-        for other in range(1, num_processes):
-            word = store.get(f"hftune/{name}/answer/{other}").decode()
-            store.set(f"hftune/{name}/confirmed/{word}", "")
-        return name
-    word, until = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < until:
-        name = store.get("hftune/invitation").decode()
-        store.set(f"hftune/{name}/answer/{rank}", word)
-        if store.check([f"hftune/{name}/confirmed/{word}"]):
-            return name
+    attempt, until = Attempt(dist.PrefixStore("group", store), rank), time.monotonic() + timeout.total_seconds()
+    while (found := attempt.look()) is None or (rank == 0 and attempt.num_confirmed < num_processes - 1):
+        if time.monotonic() > until:
+            raise dist.DistStoreError(f"Not all {num_processes} processes met within {timeout}, as process {rank} saw it.")
         time.sleep(0.05)
-    raise dist.DistStoreError(f"Process 0 did not answer process {rank} within {timeout}.")
+    return found
 
 
 class Attempt:
-    """The processes of one attempt, before they have a process group: the protocol of ``agree``, without waiting."""
+    """The processes of one attempt of a group that may be restarted, of which earlier ones have used the same store.
+
+    Process 0 invites; each other process answers the newest invitation with a random word. An invitation counts once it is
+    confirmed with that word, which process 0 of an earlier attempt cannot know.
+    """
 
     def __init__(self, store: Any, rank: int):
         self._store, self._rank, self._word = store, rank, uuid.uuid4().hex
-        process = ProcessInfo.from_environment()
-        self._job, self._may_restart = f"hftune/{process.run_id}", process.may_restart
+        self._job = f"hftune/{ProcessInfo.from_environment().run_id}"
+        self.num_confirmed = 0
         self._name: str | None = None
-        self._num_confirmed = 0
         self._shared: Any = None
-        if not self._may_restart:
-            self._shared = dist.PrefixStore(f"{self._job}/early", store)
-        elif rank == 0:
+        if rank == 0:
             self._name = uuid.uuid4().hex
             store.set(f"{self._job}/invitation", self._name)
             self._shared = dist.PrefixStore(f"{self._job}/{self._name}", store)
 
     def look(self) -> Any | None:
         """Return the store of this attempt, the same object while nothing changes; None until process 0 has confirmed it."""
-        if not self._may_restart:
-            return self._shared
         if self._rank == 0:
             self._confirm()
         elif self._store.check([f"{self._job}/invitation"]):
@@ -120,9 +107,9 @@ class Attempt:
 
     def _confirm(self) -> None:
         """Confirm the processes that have answered since the last look; a single request if none has."""
-        while self._store.check([key := f"{self._job}/{self._name}/answer/{self._num_confirmed + 1}"]):
+        while self._store.check([key := f"{self._job}/{self._name}/answer/{self.num_confirmed + 1}"]):
             self._store.set(f"{self._job}/{self._name}/confirmed/{self._store.get(key).decode()}", "")
-            self._num_confirmed += 1
+            self.num_confirmed += 1
 
     def _answer(self, name: str) -> None:
         if name != self._name:

@@ -428,17 +428,17 @@ def test_an_early_watch_of_a_restarted_group_does_not_read_the_last_beats_of_the
 
 
 def test_a_group_does_not_meet_the_one_that_ended_in_the_same_store(store):
-    def meet(rank: int) -> str:
+    def meet(rank: int) -> Any:
         if rank == 0:
             time.sleep(0.2)  # the others come first, and find the old invitation
         return agree(store.clone(), rank, 3, timedelta(seconds=10))
 
-    names = []
-    for _ in range(2):
+    for number in range(2):
         with ThreadPoolExecutor(3) as pool:
-            (name,) = set(pool.map(meet, range(3)))
-        names.append(name)
-    assert names[0] != names[1]
+            shared = list(pool.map(meet, range(3)))
+        assert not any(one.check(["here"]) for one in shared)
+        shared[number].set("here", "")
+        assert all(one.check(["here"]) for one in shared)
 
 
 def test_a_silent_process_waits_for_the_one_that_reports_only_until_its_launcher_ends_it(monkeypatch):
