@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import torch
 import torch.distributed as dist
@@ -31,9 +30,6 @@ PEAK_TFLOPS: dict[str, dict[str, float]] = {
 """Dense matrix products, in 10^12 floating-point operations a second, by words of the GPU's name. fp16 is as fast as bf16.
 From NVIDIA's data sheets, which also give rates for sparse matrices, twice as high; unless the name says otherwise, of the
 fastest form of a GPU (SXM)."""
-SMALLEST_MATRIX, LARGEST_MATRIX, ENOUGH_S, MEASURED_S = 512, 4096, 0.004, 0.06
-"""Of the products that measure a CPU: rows of the matrices, which double as long as a product takes less than ENOUGH_S, too
-short for many cores; and how long to go on."""
 
 
 def computes_bf16(device: torch.device) -> bool:
@@ -76,35 +72,15 @@ def known_tflops(name: str) -> dict[str, float] | None:
 
 
 def peak_flops(device: torch.device, precision: str, tf32: bool = False) -> float | None:
-    """Return how many floating-point operations a second a device computes at best; None if nobody knows.
+    """Return how many floating-point operations a second a device computes at best; None if it is no GPU of the table.
 
     Args:
         precision: no, bf16 or fp16.
         tf32: whether a GPU computes float32 products in TF32.
     """
-    if device.type == "cpu":
-        return measured_flops(torch.bfloat16 if precision == "bf16" else torch.float32)
     rates = None if device.type != "cuda" else known_tflops(torch.cuda.get_device_name(device))
     if rates is None:
         return None
     kind = {"no": "tf32" if tf32 else "float32"}.get(precision, "bf16")
     tflops = rates.get(kind) or rates.get({"bf16": "fp16", "tf32": "float32"}.get(kind, kind))
     return None if tflops is None else 1e12 * tflops
-
-
-def measured_flops(dtype: torch.dtype) -> float:
-    """Return the best rate at which this process's threads multiply matrices on the CPU, measured for some MEASURED_S.
-
-    Draws no random numbers, as a training may be going on.
-    """
-    best, size, began = 0.0, SMALLEST_MATRIX, time.perf_counter()
-    matrix_NN = torch.ones(size, size, dtype=dtype)
-    while not best or time.perf_counter() < began + MEASURED_S:  # once at least, although this process may have been held up
-        start = time.perf_counter()
-        torch.mm(matrix_NN, matrix_NN)
-        seconds = time.perf_counter() - start
-        best = max(best, 2 * size**3 / seconds)
-        if seconds < ENOUGH_S and size < LARGEST_MATRIX:
-            size *= 2
-            matrix_NN = torch.ones(size, size, dtype=dtype)
-    return best
