@@ -17,7 +17,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from enum import Enum, auto
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -40,38 +39,8 @@ HEARD_S = CLOSING_S + 3.0
 """For all to read a report, once a second, before the launcher that ends takes the store along."""
 MEET_S = 0.2
 """Between two looks for the other processes of this attempt."""
-
-
-class State(Enum):
-    """Who ends this process, and whether there is a reason to.
-
-    ======== =============================================================== ==============================================
-    State    Meaning                                                         Next
-    ======== =============================================================== ==============================================
-    WATCHING The main thread trains, and no failure is known.                FAILED: a report is found or the store is lost;
-                                                                             RETURNED: claim(); CLOSED: close()
-    FAILED   A failure is known. The main thread has RETURN_S to return.     RETURNED: claim(); CLOSED: close();
-                                                                             ENDING: the time is over
-    RETURNED The main thread has left training and ends this process itself. CLOSED: close()
-    ENDING   The acting thread ends this process; claim() never returns.     the process exits
-    CLOSED   Goodbye has been said, and both threads stop.                   none
-    ======== =============================================================== ==============================================
-    """
-
-    WATCHING = auto()
-    FAILED = auto()
-    RETURNED = auto()
-    ENDING = auto()
-    CLOSED = auto()
-
-
-NEXT = {
-    State.WATCHING: {State.FAILED, State.RETURNED, State.CLOSED},
-    State.FAILED: {State.RETURNED, State.ENDING, State.CLOSED},
-    State.RETURNED: {State.CLOSED},
-    State.ENDING: set(),
-    State.CLOSED: set(),
-}
+MAIN, WATCHDOG = "main thread", "watchdog"
+"""Who may end a process after a failure: the main thread, if it returns within RETURN_S, or the thread that acts."""
 
 
 class Watchdog:
@@ -111,7 +80,10 @@ class Watchdog:
         """Why the job ends, as all processes have agreed."""
         self.loss: Report | None = None
         """That the store is lost: why this process ends if there is no report."""
-        self.state = State.WATCHING
+        self.is_closed = False
+        """Goodbye has been said, and both threads stop."""
+        self._ender: str | None = None
+        """Which thread ends this process, once one of them does: the main thread, or this watchdog's."""
         self._lock = threading.Lock()
         self._look, self._report_key = look, f"report/{secret}"
         self._own_report: Report | None = None
@@ -131,19 +103,18 @@ class Watchdog:
         for thread in self._threads:
             thread.start()
 
-    def _enter(self, state: State) -> bool:
-        """Enter a state if it may follow the present one; return whether it did."""
+    def _may_end(self, who: str) -> bool:
+        """Let the first one that asks end this process; return whether it is this one. Nobody once goodbye has been said."""
         with self._lock:
-            may_follow = state in NEXT[self.state]
-            if may_follow:
-                self.state = state
-        return may_follow
+            if self._ender is None and not self.is_closed:
+                self._ender = who
+            return self._ender == who
 
     # For the main thread
 
     def claim(self) -> None:
         """Leave the end to the main thread; never return if this process is being ended."""
-        if not self._enter(State.RETURNED) and self.state is State.ENDING:
+        if not self._may_end(MAIN) and self._ender == WATCHDOG:
             threading.Event().wait()
 
     def settle(self, report: Report) -> Report:
@@ -174,7 +145,8 @@ class Watchdog:
             comes_yet = bye == "stopped" and not self._got_sigterm
             signal.signal(signal.SIGTERM, _let_one_pass if comes_yet else signal.SIG_DFL)
         self._bye = bye
-        self._enter(State.CLOSED)
+        with self._lock:
+            self.is_closed = self._ender != WATCHDOG
         self._wake.set()
         self._wakeup_w.send(b"\0")
         for thread in self._threads:
@@ -207,7 +179,7 @@ class Watchdog:
                     return
                 self._pause()
         except RuntimeError:  # torch's DistError
-            while self.state is not State.CLOSED and self._is_outlived():
+            while not self.is_closed and self._is_outlived():
                 time.sleep(BEAT_S / 10)
             self.loss = self._describe_loss()
 
@@ -317,16 +289,15 @@ class Watchdog:
 
     def _act(self) -> None:
         self._await_failure()
-        self._enter(State.FAILED)
         self._failure_is_known.set()
         self._await_main_thread()
-        if self._enter(State.ENDING):
+        if self._may_end(WATCHDOG):
             self._end(self.report or self.loss)
 
     def _await_failure(self) -> None:
         """Wait for a report, the loss of the store or the end; a thread that gets no answer for too long has lost the store."""
         count, quiet_s = -1, 0.0
-        while self.state is not State.CLOSED and self.report is None and self.loss is None:
+        while not self.is_closed and self.report is None and self.loss is None:
             self._listen(BEAT_S)
             if self._got_sigterm:
                 self._leave_round()
@@ -339,7 +310,7 @@ class Watchdog:
         """Give the main thread RETURN_S to return by itself; no time if it cannot, in a stall or after SIGTERM."""
         until = time.monotonic() + RETURN_S
         is_stall = self.report is not None and self.report.is_stall
-        while self.state is State.FAILED and time.monotonic() < until and not (is_stall or self._got_sigterm):
+        while self._ender is None and not self.is_closed and time.monotonic() < until and not (is_stall or self._got_sigterm):
             self._listen(BEAT_S / 10)
 
     def _listen(self, seconds: float) -> None:
@@ -354,7 +325,7 @@ class Watchdog:
         A step that a lost process was in cannot be finished, and before the first one there is nothing. In a step that can be
         finished, the main thread does so and ends the process itself.
         """
-        if self.here.round is None or self.state is State.CLOSED:
+        if self.here.round is None or self.is_closed:
             return
         over = agents_word()
         is_lost = self._connection_is_broken or self._lost_at or (over is not None and not over.is_planned)

@@ -24,7 +24,7 @@ from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.distributed.rendezvous import await_all
 from hftune.distributed.rounds import FOLDER, JOB, ROUND, AgentFolder, Failure, Over, wait_for_agent
-from hftune.distributed.watchdog import State, Watchdog
+from hftune.distributed.watchdog import Watchdog
 from hftune.loop import is_late
 from hftune.tracking import ledger as ledger_module
 from hftune.tracking.ledger import Ledger, last_step
@@ -173,7 +173,7 @@ def test_sigterm_ends_a_process_at_once_if_its_step_cannot_be_finished(
         folder.end(1, over)
     process = SimpleNamespace(
         here=ProcessInfo(round=number),
-        state=State.RETURNED,
+        is_closed=False,
         reports_sigterm=not has_begun,
         close_all=lambda report: None,
         _lost_at=1.0 if is_hurt else 0.0,

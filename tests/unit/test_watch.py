@@ -28,7 +28,7 @@ from hftune.distributed.peers import Limits
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.distributed.rendezvous import Attempt, agree
-from hftune.distributed.watchdog import NEXT, State, Watchdog
+from hftune.distributed.watchdog import MAIN, WATCHDOG, Watchdog
 from hftune.errors import ConfigError, ElsewhereError, TrainingError
 
 FRESH = 0.3
@@ -79,34 +79,22 @@ def watch(monkeypatch, store):
 
     yield start
     for one in watches:
-        if one.state is not State.CLOSED:
+        if not one.is_closed:
             one.close("done")
 
 
-def test_a_watchdog_that_ends_the_process_or_is_closed_changes_its_mind_no_more():
-    """The main thread may come back while the watchdog waits for it, and not once it does not."""
-    reached = {state: {state} for state in State}
-    for _ in State:
-        reached = {state: states.union(*(NEXT[other] for other in states)) for state, states in reached.items()}
-    assert reached[State.ENDING] == {State.ENDING} and reached[State.CLOSED] == {State.CLOSED}
-    assert reached[State.RETURNED] == {State.RETURNED, State.CLOSED}
-    assert reached[State.WATCHING] == set(State)
-
-
-def test_the_table_of_states_says_what_may_follow():
-    rows = re.split(r"^ +(?=[A-Z]+ +[A-Z])", State.__doc__.partition("Next\n")[2], flags=re.MULTILINE)
-    named = {row.split()[0]: set(re.findall(r"\b([A-Z]+):", row)) for row in rows[1:]}
-    assert named == {state.name: {other.name for other in NEXT[state]} for state in State}
-
-
-def test_a_main_thread_that_comes_back_too_late_never_continues(watch):
+def test_either_the_main_thread_or_the_watchdog_ends_a_process_and_neither_after_goodbye(watch):
+    """The main thread may come back while the watchdog waits for it; once it does not, it never continues."""
+    assert not watch(0)._may_end(WATCHDOG)  # the main thread was first, see above
     one = watch(0)
-    one.state = State.ENDING
+    one._ender = WATCHDOG
     waiting = threading.Thread(target=one.claim, daemon=True)
     waiting.start()
     waiting.join(0.1)
-    assert waiting.is_alive() and one.state is State.ENDING
-    one.state = State.RETURNED
+    assert waiting.is_alive() and not one._may_end(MAIN)
+    one._ender = None
+    one.close("done")
+    assert not one._may_end(WATCHDOG)
 
 
 def test_exactly_one_process_of_each_machine_speaks():
