@@ -322,6 +322,9 @@ class Hooks:
     """Columns that were read of the data, by the fields that name them, such as {"text_column": "review"}: a property, known
     after ``datasets``. Exports keep it: `hftune predict --data` prefers the same columns."""
 
+    columns: ClassVar[Mapping[str, Any]] = {}
+    """What it reads columns for, by the names of ``input_columns``: each a ``hftune.data.columns.Role``, with usual names."""
+
     def input_columns(self: Any) -> dict[str, str | None]:
         """Return the columns of a table that make a raw input of ``predict``, each by the name that ``--map`` gives it.
 

@@ -186,7 +186,7 @@ def image_inputs(inputs: Sequence[Path], masks: Path | None) -> list[Any]:
     folders = [folder for folder in inputs if (folder / "image").is_dir() and (folder / "mask").is_dir()]
     if masks is None and not folders:
         return [file for path in inputs for file in files_of(path)]
-    from hftune.data.pictures import paired
+    from hftune.data.restoration_images import paired
 
     pairs = []
     for path in inputs:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hftune.config.recipe import Recipe, type_name
-from hftune.data.columns import TEXTS, is_number
+from hftune.data.columns import TEXTS, Role, is_number, is_text
 from hftune.data.table import CHUNK, WRITTEN, Table, read_table, suffix_problem, writable
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError, DataError, did_you_mean
@@ -24,15 +24,6 @@ from hftune.task import Task
 if TYPE_CHECKING:
     import numpy as np
 
-USUAL = {
-    "text": TEXTS,
-    "source": ("content", *TEXTS),
-    "prompt": ("prompt", "question", "instruction", *TEXTS),
-    "words": ("words", "tokens", *TEXTS),
-    "anchor": ("anchor", "query", "question", *TEXTS),
-    "image": ("image", "file_name", "path", "file"),
-}
-"""Usual names of input columns, by what ``Task.input_columns`` calls them."""
 ABOUT = "about.json"
 """What unfinished predictions depend on, in the folder of their parts."""
 PATHS = ("image", "mask")
@@ -203,7 +194,8 @@ def find_columns(task: Task, table: Table, given: Mapping[str, str], trained_on:
     found = {}
     for name, column in wanted.items():
         same = trained_on.get(f"{name}_column") if column is None else None
-        found[name] = chosen = find_column(name, same if same in table.columns else column, given.get(name), table)
+        role = task.columns.get(name, Role("text", TEXTS))
+        found[name] = chosen = find_column(name, role, same if same in table.columns else column, given.get(name), table)
         if name not in PATHS and is_number(table.rows.features[chosen]):
             raise DataError(
                 f"--data {table.name}: column {chosen!r} holds numbers, not texts. Name a different one: --map {name}=COLUMN."
@@ -211,8 +203,12 @@ def find_columns(task: Task, table: Table, given: Mapping[str, str], trained_on:
     return found
 
 
-def find_column(name: str, usual: str | None, given: str | None, table: Table) -> str:
-    """Return the column of one input: as --map says, as the recipe says, or else the only one that it can be."""
+def find_column(name: str, role: Role, usual: str | None, given: str | None, table: Table) -> str:
+    """Return the column of one input: as --map says, as the recipe says, or else the only one that it can be.
+
+    Args:
+        usual: the column that the recipe names, or that the model was trained on.
+    """
     columns = table.columns
     has = f"It has: {', '.join(columns)}."
     if given is not None:
@@ -221,12 +217,12 @@ def find_column(name: str, usual: str | None, given: str | None, table: Table) -
         return given
     if usual in columns:
         return usual
-    likely = [] if usual is not None else [column for column in columns if column in (name, *USUAL.get(name, ()))]
-    texts = [column for column in columns if getattr(table.rows.features[column], "dtype", "") in ("string", "large_string")]
-    fitting = likely if len(likely) == 1 else texts if usual is None and len(texts) == 1 else columns
-    if len(fitting) == 1:
-        return fitting[0]
-    could_be = "several columns that could be" if len(likely or texts) > 1 else "no column that could be"
+    texts = [column for column in columns if is_text(table.rows.features[column])]
+    guesses = [[column for column in columns if column in names] for names in ((name, *role.usual), role.usual_inputs)]
+    fitting = [found for found in (*guesses, texts) if len(found) == 1] if usual is None else []
+    if fitting or len(columns) == 1:
+        return (fitting or [columns])[0][0]
+    could_be = "several columns that could be" if len(texts) > 1 or any(guesses) else "no column that could be"
     what = f"no column {usual!r}" if usual is not None else f"{could_be} the {name}"
     raise DataError(f"--data {table.name} has {what}. {has} Name the right one: --map {name}=COLUMN.")
 

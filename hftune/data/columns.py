@@ -1,8 +1,12 @@
-"""Chooses the column that a task reads where the recipe names none and there is only one way. Independent of tasks."""
+"""The columns that a task reads, by their roles: what each holds, and which one it is if the recipe names none.
+
+Independent of tasks, which list their roles; training, evaluation, prediction and messages find columns by them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import DataError, did_you_mean
@@ -16,44 +20,6 @@ LABELS = ("label", "labels", "target", "class", "category")
 """Usual names of a column of labels or of target values."""
 IMAGES = ("image", "img", "picture", "photo")
 """Usual names of a column of images."""
-
-
-def choose(
-    key: str,
-    given: str | None,
-    rows: datasets.Dataset,
-    fits: Callable[[Any], bool],
-    usual: Sequence[str] = (),
-    taken: Sequence[str] = (),
-) -> str:
-    """Return the given column; else the only one with one of the usual names; else the only one that fits.
-
-    Args:
-        key: the key that names the column, such as task.text_column, for messages.
-        fits: tells whether a column's feature is of the right kind; see ``is_text`` and those below.
-        taken: columns that have another use.
-
-    Raises:
-        DataError: the given column does not exist, or there is not exactly one to choose.
-    """
-    columns = ", ".join(rows.column_names)
-    if given is not None:
-        if given not in rows.column_names:
-            hint = did_you_mean(given, rows.column_names)
-            raise DataError(f"{key}={given} is not a column of the train split. It has: {columns}.{hint}")
-        return given
-    free = [column for column in rows.column_names if column not in taken]
-    named = [column for column in free if column in usual]
-    found = named or [column for column in free if fits(rows.features[column])]
-    if len(found) == 1:
-        return found[0]
-    which = f"several columns would do: {', '.join(found)}" if found else "no column of the train split would do"
-    raise DataError(f"{key} is not set, and {which}. Set it to one of the columns: {columns}.")
-
-
-def chosen(key: str, given: str | None, column: str, columns: Sequence[str]) -> list[str]:
-    """Return a notice of the column that ``choose`` has chosen from ``columns``; nothing if the recipe names it."""
-    return [] if given is not None else [f"{key}={column}, chosen from the columns {', '.join(columns)}."]
 
 
 def is_text(kind: Any) -> bool:
@@ -82,3 +48,93 @@ def is_list(kind: Any, of: Callable[[Any], bool] = lambda kind: True) -> bool:
     """Return whether it holds lists, of what ``of`` tells."""
     inner = kind[0] if isinstance(kind, list) and kind else getattr(kind, "feature", None)
     return inner is not None and not isinstance(inner, dict) and of(inner)
+
+
+KINDS: dict[str, Callable[[Any], bool]] = {
+    "text": is_text,
+    "label": is_label,
+    "number": is_number,
+    "image": is_image,
+    "text or messages": lambda kind: is_text(kind) or isinstance(kind, list) or getattr(kind, "feature", None) is not None,
+    "list of texts": lambda kind: is_list(kind, is_text),
+    "list of labels": lambda kind: is_list(kind, is_label),
+    "label, number or list of labels": lambda kind: is_label(kind) or is_number(kind) or is_list(kind, is_label),
+}
+"""What a column may hold, each with what tells by its feature."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a task reads a column for. The field ``NAME_column`` of the task, or ``NAME_columns`` for several, names it."""
+
+    kind: str
+    """What the column holds: a key of KINDS."""
+    usual: Sequence[str] = ()
+    """Usual names of the column. One of them comes before the only column that holds the right kind."""
+    optional_in: Collection[str] = ()
+    """"train" if the column is read only if the recipe names it; "predict" if predictions do not need it."""
+    usual_inputs: Sequence[str] = ()
+    """Further usual names in a table to predict from."""
+
+
+def find_columns(roles: Mapping[str, Role], task: Any, rows: datasets.Dataset) -> dict[str, str]:
+    """Return the columns of the training rows that a task reads, by the fields that name them: {"text_column": "review"}.
+
+    Raises:
+        DataError: a column that the recipe names does not exist; or it names none, and there is not exactly one to choose.
+    """
+    given: dict[str, Any] = {name: getattr(task, f"{name}_column", None) for name in roles}
+    several: dict[str, Any] = {name: getattr(task, f"{name}_columns", None) for name in roles}
+    named = {*given.values(), *(column for columns in several.values() for column in columns or ())}
+    found: dict[str, str] = {}
+    for place, (name, role) in enumerate(roles.items()):
+        if several[name] is not None:
+            found |= {f"{name}_columns[{index}]": column for index, column in enumerate(several[name])}
+        elif given[name] is not None:
+            found[f"{name}_column"] = given[name]
+        elif "train" not in role.optional_in:
+            later = {usual for other in list(roles.values())[place + 1 :] for usual in other.usual}
+            taken = named | {*found.values()}
+            found[f"{name}_column"] = _chosen(f"task.{name}_column", role, rows, taken, later - {*role.usual})
+        for key in (key for key in found if key.startswith(f"{name}_column")):
+            check_column(rows, f"task.{key}", found[key], "train")
+            if role.kind == "image":  # what else a column must hold is checked when it is read
+                check_kind(rows, found[key], "train", role.kind)
+    return found
+
+
+def _chosen(key: str, role: Role, rows: datasets.Dataset, taken: Collection[str], later: Collection[str]) -> str:
+    """Return the only column that has one of the role's usual names, or else holds its kind.
+
+    Args:
+        taken: columns that have another role.
+        later: usual names of other roles, whose columns are chosen only if there is no other.
+    """
+    free = [column for column in rows.column_names if column not in taken]
+    fitting = [column for column in free if KINDS[role.kind](rows.features[column])]
+    found = (
+        [column for column in free if column in role.usual] or [column for column in fitting if column not in later] or fitting
+    )
+    if len(found) == 1:
+        return found[0]
+    which = f"several columns would do: {', '.join(found)}" if found else "no column of the train split would do"
+    raise DataError(f"{key} is not set, and {which}. Set it to one of the columns: {', '.join(rows.column_names)}.")
+
+
+def check_column(rows: datasets.Dataset, key: str, column: str, split: str) -> None:
+    """Raise DataError unless ``column`` exists; the message lists the columns."""
+    if column not in rows.column_names:
+        hint = did_you_mean(column, rows.column_names)
+        raise DataError(f"{key}={column} is not a column of the {split} split. It has: {', '.join(rows.column_names)}.{hint}")
+
+
+def check_kind(rows: datasets.Dataset, column: str, split: str, kind: str) -> None:
+    """Raise DataError unless a column holds what the key ``kind`` of KINDS says."""
+    feature = rows.features[column]
+    if not KINDS[kind](feature):
+        raise DataError(f"Column {column!r} of the {split} split holds {getattr(feature, 'dtype', feature)}, not {kind}s.")
+
+
+def chosen(key: str, given: str | None, column: str, columns: Sequence[str]) -> list[str]:
+    """Return a notice of a column that was chosen from ``columns``; nothing if the recipe names it."""
+    return [] if given is not None else [f"{key}={column}, chosen from the columns {', '.join(columns)}."]

@@ -28,6 +28,8 @@ EXCEL = (".xlsx", ".xls")
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 """Suffixes of compressed files, which datasets decompresses."""
 
+INSTEAD = f"task.dataset=json task.data_files.train=... task.data_files.eval=... ({', '.join(FILE_FORMATS)})"
+"""Keys to set if the Hub cannot be reached."""
 FOLDER_FORMATS = ("idx", "imagefolder")
 """Values of ``task.dataset`` that read ``task.data_dir``."""
 

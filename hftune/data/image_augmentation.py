@@ -13,8 +13,6 @@ import numpy as np
 from numpy.random import RandomState
 from PIL import Image, ImageEnhance, ImageOps
 
-from hftune.data.images import move
-
 ASPECTS = (3 / 4, 4 / 3)
 """Width by height of random crops. Source: Szegedy et al. 2014, https://arxiv.org/abs/1409.4842, section 6."""
 ERASED_SHARES, ERASED_ASPECTS = (0.02, 1 / 3), (0.3, 3.3)
@@ -55,6 +53,21 @@ def vary(
     if (share := amounts.get("erase")) and rng.rand() < share:
         pixels_HWC = erase(pixels_HWC, fill, rng)
     return pixels_HWC
+
+
+def move(pixels_HWC: np.ndarray, angle: float, right: float, down: float) -> np.ndarray:
+    """Rotate an image about its centre (degrees, counter-clockwise), then shift it (pixels). Uncovered pixels are black.
+
+    Bilinear, by Pillow: about 20 microseconds for 28 x 28 pixels.
+    """
+    height, width, channels = pixels_HWC.shape
+    cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+    x, y = width / 2, height / 2
+    # Pillow wants the inverse transform, from the result to the source: shift back, then rotate back.
+    back = (cos, -sin, x - cos * (x + right) + sin * (y + down), sin, cos, y - sin * (x + right) - cos * (y + down))
+    image = Image.fromarray(pixels_HWC[..., 0] if channels == 1 else pixels_HWC)
+    moved = image.transform((width, height), Image.Transform.AFFINE, back, Image.Resampling.BILINEAR)
+    return np.asarray(moved).reshape(pixels_HWC.shape)
 
 
 def random_crop(pixels_HWC: np.ndarray, size: tuple[int, int], smallest: float, resample: int, rng: RandomState) -> np.ndarray:

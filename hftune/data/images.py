@@ -1,4 +1,4 @@
-"""Image data sets: loaded from the Hub, folders, idx files or a Python function, checked and decoded. Independent of tasks.
+"""Images: opened, checked and decoded once per machine, or one by one for a model's inputs. Independent of tasks.
 
 Shape suffixes: N images, H and W height and width, C channels (1 grey, 3 red, green and blue).
 """
@@ -9,8 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,20 +20,11 @@ import PIL
 import pyarrow.compute as pc
 from PIL import ExifTags, Image, ImageOps
 
-from hftune.data import idx
 from hftune.data.cache import Stream, cached_arrays, idle_cores
-from hftune.data.columns import IMAGES, LABELS, choose, is_image, is_label
-from hftune.data.labels import names_of, read_labels
-from hftune.data.rows import check_column, load_split, row_numbers, take
-from hftune.data.splits import Part
+from hftune.data.rows import row_numbers
 from hftune.data.tokenized import Ragged
 from hftune.errors import DataError
 
-INSTEAD = (
-    "task.dataset=imagefolder task.data_dir=FOLDER, task.dataset=idx task.data_dir=FOLDER, or "
-    "task.dataset=parquet task.data_files.train=... task.data_files.eval=..."
-)
-"""Keys to set if the Hub cannot be reached."""
 CHUNK = 1000
 """Number of images that are decoded together: few enough to also hold their encoded form in memory."""
 
@@ -162,169 +152,70 @@ class SeveralSizes:
         return {"pixels": pixels, "shapes": self.shapes_N3, "labels": self.labels}
 
 
-@dataclass
-class Source:
-    """The images of a split, with the labels of the data."""
-
-    images: Images | SeveralSizes
-    """Their labels are names if the data set has names, else numbers."""
-    label_names: list[str] | None
-    """Class names, if the data set itself has them."""
-    rows: Sequence[int]
-    """Index of each image in the whole split."""
-    total: int
-    """Number of images in the whole split."""
-    encoded: Sequence[Mapping[str, Any]] | None = None
-    """Content or path of each image, as ``datasets.Image(decode=False)`` has it; None for idx files."""
-    columns: Mapping[str, str] = field(default_factory=dict)
-    """Columns of images and labels, by their keys."""
-    all_columns: Sequence[str] = ()
-    splits: Sequence[str] = ()
-    """All splits of the data set, if it names them."""
-
-
-def load_idx(folder: str, split: str, part: Part, form: Form) -> Source:
-    """Load a part of the images of a split of idx files.
+def decode_images(rows: datasets.Dataset, column: str, split: str, form: Form) -> Images | SeveralSizes:
+    """Decode a column of images once per machine, into memory-mapped files. The data set has no labels yet.
 
     Raises:
-        DataError: a file is broken, images and labels differ in number, or the images have the wrong size.
+        DataError: an image cannot be read or does not fit the form; the message names the first one.
     """
-    path = Path(folder).expanduser()
-    images_NHW, labels_N = idx.read_split(path, split)
-    total, rows_N = len(labels_N), part.indices(len(labels_N), labels_N.tolist())
-    images_NHW, labels = images_NHW[rows_N], labels_N[rows_N].tolist()
-    if (*images_NHW.shape[1:], 1) == form.shape:
-        return Source(Images(images_NHW[..., None], labels), None, rows_N.tolist(), total)
-    file = idx.find(path, split, "images")
+    rows = rows.select_columns([column]).cast_column(column, datasets.Image(decode=False))
 
-    def converted(index: int) -> np.ndarray:
-        return form.pixels(Image.fromarray(images_NHW[index]), f"{file}: image {rows_N[index]}")
+    def pixels(stored: Mapping[str, Any] | None, index: int) -> np.ndarray:
+        return form.pixels(*open_stored(stored, name_of(rows, index, split)))
 
-    def chunks() -> Iterator[np.ndarray]:
-        for start in range(0, len(labels), CHUNK):
-            yield np.stack([converted(index) for index in range(start, min(start + CHUNK, len(labels)))])
-
-    shape = (len(labels), *converted(0).shape)  # the same for all, whatever the form: idx images have one size
-    key = ["idx pixels", images_NHW, form.key, PIL.__version__]
-    pixels_NHWC = cached_arrays(key, lambda: {"pixels": Stream(np.uint8, shape, chunks())})["pixels"]
-    return Source(Images(pixels_NHWC, labels), None, rows_N.tolist(), total)
-
-
-def load_rows(
-    dataset: str,
-    data_dir: str | None,
-    data_files: Mapping[str, Any] | None,
-    source_split: str,
-    split: str,
-    part: Part,
-    columns: Mapping[str, str | None],
-    form: Form,
-    commit: str | None = None,
-) -> Source:
-    """Load a part of the images of a data set that ``datasets`` reads, or of a function that returns rows.
-
-    Args:
-        columns: image and label column, by their key: {"task.image_column": "image", "task.label_column": "label"}. None: the
-            only one that there is.
-        commit: of a data set on the Hub.
-
-    Raises:
-        DataError: the data cannot be used; the message names split, column and row.
-    """
-    source = "train" if part.held_out is not None else split
-    rows = load_split(dataset, source_split, data_files, source, data_dir, INSTEAD, commit=commit)
-    image_column, label_column = _columns(rows, split, columns)
-    rows = take(rows, part, label_column)
-    numbers = row_numbers(rows, range(len(rows)))
-    labels = read_labels(rows, label_column, split, row_of=numbers.__getitem__)
-    names = names_of(rows.features[label_column])
-    raw = rows.select_columns([image_column]).cast_column(image_column, datasets.Image(decode=False))
-    encoded = _Encoded(raw, image_column, split)
-    images = encoded.several_sizes(form, labels) if isinstance(form, Uncropped) else Images(encoded.decode(form), labels)
-    chosen = dict(zip(columns, (image_column, label_column), strict=True))
-    shown, splits = rows.column_names, [] if data_files else list(rows.info.splits or ())
-    return Source(images, names and list(names), numbers, rows.data.num_rows, raw[image_column], chosen, shown, splits)
-
-
-def _columns(rows: datasets.Dataset, split: str, columns: Mapping[str, str | None]) -> tuple[str, str]:
-    """Return the columns of images and labels: those that are given, or the only ones that there are."""
-    for key, column in columns.items():
-        if column is not None:
-            check_column(rows, key, column, split)
-    (image_key, given_image), (label_key, given_label) = columns.items()
-    image_column = choose(image_key, given_image, rows, is_image, IMAGES, taken=[given_label] if given_label else [])
-    if not isinstance(kind := rows.features[image_column], datasets.Image):
-        raise DataError(f"Column {image_column!r} of the {split} split holds {getattr(kind, 'dtype', kind)}, not images.")
-    return image_column, choose(label_key, given_label, rows, is_label, LABELS, taken=[image_column])
-
-
-@dataclass
-class _Encoded:
-    """A column of encoded images, which are decoded once per machine, into memory-mapped files."""
-
-    rows: datasets.Dataset
-    column: str
-    split: str
-
-    def decode(self, form: Form) -> np.ndarray:
-        """Return the images as (N, H, W, C) uint8.
-
-        Raises:
-            DataError: an image cannot be read or does not fit the form; the message names the first one.
-        """
-        pixels = partial(self._pixels, form)
-        chunks = (np.stack(chunk) for chunk in self._chunks(pixels))
-        key = ["pixels", *self._key, form.key, PIL.__version__]
-        return cached_arrays(key, lambda: {"pixels": Stream(np.uint8, (len(self.rows), *form.shape), chunks)})["pixels"]
-
-    def several_sizes(self, form: Uncropped, labels: Sequence[Any]) -> SeveralSizes:
-        """Return the images with a size for each. Raise DataError as ``decode`` does."""
-
-        def make() -> dict[str, Any]:
-            shapes_N3 = np.array([shape for chunk in self._chunks(partial(self._shape, form)) for shape in chunk], np.int32)
-            checked = zip(self._chunks(partial(self._pixels, form)), _slices(shapes_N3), strict=True)
-            chunks = (_joined(arrays, shapes) for arrays, shapes in checked)
-            return {
-                "shapes": shapes_N3,
-                "pixels": Stream(np.uint8, (int(shapes_N3.prod(axis=1, dtype=np.int64).sum()),), chunks),
-            }
-
-        found = cached_arrays(["uncropped", *self._key, form.key, PIL.__version__], make)
-        return SeveralSizes(found["pixels"], found["shapes"], labels)
-
-    @property
-    def _key(self) -> list[Any]:
-        return [self.rows._fingerprint, self.column, states_of_files(self.rows)]
-
-    def _chunks(self, function: Callable[[Mapping[str, Any] | None, int], Any]) -> Iterator[list[Any]]:
+    def chunks(function: Callable[[Mapping[str, Any] | None, int], Any]) -> Iterator[list[Any]]:
         """Yield what a function makes of each image, CHUNK images at a time."""
-        with ThreadPoolExecutor(
-            idle_cores(len(self.rows), rows_each=100)
-        ) as threads:  # Pillow releases Python's lock to decode
-            for start in range(0, len(self.rows), CHUNK):
-                stored = self.rows[start : start + CHUNK][self.column]
+        with ThreadPoolExecutor(idle_cores(len(rows), rows_each=100)) as threads:  # Pillow decodes without Python's lock
+            for start in range(0, len(rows), CHUNK):
+                stored = rows[start : start + CHUNK][column]
                 yield [*threads.map(function, stored, range(start, start + len(stored)))]
 
-    def _pixels(self, form: Form, stored: Mapping[str, Any] | None, index: int) -> np.ndarray:
-        return form.pixels(*self._open(stored, index))
+    depends_on = [rows._fingerprint, column, states_of_files(rows), form.key, PIL.__version__]
+    if not isinstance(form, Uncropped):
+        shape, stacked = (len(rows), *form.shape), (np.stack(chunk) for chunk in chunks(pixels))
+        found = cached_arrays(["pixels", *depends_on], lambda: {"pixels": Stream(np.uint8, shape, stacked)})
+        return Images(found["pixels"], range(len(rows)))
 
-    def _shape(self, form: Uncropped, stored: Mapping[str, Any] | None, index: int) -> tuple[int, int, int]:
-        image = self._open(stored, index, decode=False)[0]
-        with image:
-            if image.getexif().get(ExifTags.Base.Orientation, 1) >= 5:  # turned, which not all formats do on opening
-                image = self._open(stored, index)[0]
-            width, height = form.size_of(*image.size)
+    def shape_of(stored: Mapping[str, Any] | None, index: int) -> tuple[int, int, int]:
+        height, width = upright_size(stored, name_of(rows, index, split))
+        width, height = form.size_of(width, height)
         return height, width, form.num_channels
 
-    def _open(self, stored: Mapping[str, Any] | None, index: int, decode: bool = True) -> tuple[Image.Image, str]:
-        """Return an image and its name for messages."""
-        name = f"Row {row_numbers(self.rows, [index])[0]} of the {self.split} split"
-        if stored is None:
-            raise DataError(f"{name} has no image. Remove such rows.")
-        if stored["bytes"] is not None:
-            return open_image(BytesIO(stored["bytes"]), name, decode), name
-        name += f" ({stored['path']})"
-        return open_image(stored["path"], name, decode), name
+    def make() -> dict[str, Any]:
+        shapes_N3 = np.array([shape for chunk in chunks(shape_of) for shape in chunk], np.int32)
+        expected = (shapes_N3[start : start + CHUNK] for start in range(0, len(shapes_N3), CHUNK))
+        joined = (_joined(arrays, shapes) for arrays, shapes in zip(chunks(pixels), expected, strict=True))
+        total = int(shapes_N3.prod(axis=1, dtype=np.int64).sum())
+        return {"shapes": shapes_N3, "pixels": Stream(np.uint8, (total,), joined)}
+
+    found = cached_arrays(["uncropped", *depends_on], make)
+    return SeveralSizes(found["pixels"], found["shapes"], range(len(rows)))
+
+
+def _joined(arrays: Sequence[np.ndarray], shapes_N3: np.ndarray) -> np.ndarray:
+    """Return the bytes of all arrays, whose shapes were read from the files' headers."""
+    if [array.shape for array in arrays] != [tuple(shape) for shape in shapes_N3.tolist()]:
+        raise RuntimeError("An image has a different size than the header of its file says.")
+    return np.concatenate([array.reshape(-1) for array in arrays])
+
+
+def convert_images(images_NHW: np.ndarray, names: Callable[[int], str], form: Form) -> Images:
+    """Bring grey images in memory, all of one size, into a form, as ``decode_images`` does."""
+    if (*images_NHW.shape[1:], 1) == form.shape:
+        return Images(images_NHW[..., None], range(len(images_NHW)))
+
+    def converted(index: int) -> np.ndarray:
+        return form.pixels(Image.fromarray(images_NHW[index]), names(index))
+
+    def chunks() -> Iterator[np.ndarray]:
+        for start in range(0, len(images_NHW), CHUNK):
+            yield np.stack([converted(index) for index in range(start, min(start + CHUNK, len(images_NHW)))])
+
+    shape = (len(images_NHW), *converted(0).shape)
+    depends_on = ["converted pixels", images_NHW, form.key, PIL.__version__]
+    return Images(
+        cached_arrays(depends_on, lambda: {"pixels": Stream(np.uint8, shape, chunks())})["pixels"], range(len(images_NHW))
+    )
 
 
 def states_of_files(rows: datasets.Dataset) -> list[tuple[int, int] | None]:
@@ -345,16 +236,37 @@ def states_of_files(rows: datasets.Dataset) -> list[tuple[int, int] | None]:
     return states
 
 
-def _slices(shapes_N3: np.ndarray) -> Iterator[np.ndarray]:
-    for start in range(0, len(shapes_N3), CHUNK):
-        yield shapes_N3[start : start + CHUNK]
+# Opening
 
 
-def _joined(arrays: Sequence[np.ndarray], shapes_N3: np.ndarray) -> np.ndarray:
-    """Return the bytes of all arrays, whose shapes were read from the files' headers."""
-    if [array.shape for array in arrays] != [tuple(shape) for shape in shapes_N3.tolist()]:
-        raise RuntimeError("An image has a different size than the header of its file says.")
-    return np.concatenate([array.reshape(-1) for array in arrays])
+def name_of(rows: datasets.Dataset, index: int, split: str) -> str:
+    """Return the name of a row for messages."""
+    return f"Row {row_numbers(rows, [index])[0]} of the {split} split"
+
+
+def with_file(stored: Mapping[str, Any] | None, name: str) -> str:
+    """Return the name of a row with that of its file, if it has one."""
+    return name if stored is None or stored["bytes"] is not None else f"{name} ({stored['path']})"
+
+
+def open_stored(stored: Mapping[str, Any] | None, name: str, decode: bool = True) -> tuple[Image.Image, str]:
+    """Return an image of a data set, as ``datasets.Image(decode=False)`` has it, and its name for messages."""
+    if stored is None:
+        raise DataError(f"{name} has no image. Remove such rows.")
+    name = with_file(stored, name)
+    return open_image(BytesIO(stored["bytes"]) if stored["bytes"] is not None else stored["path"], name, decode), name
+
+
+def upright_size(stored: Mapping[str, Any] | None, name: str) -> tuple[int, int]:
+    """Return height and width after the rotation in the EXIF data, decoding the image only if there is one.
+
+    Pillow (13.0) rotates TIFFs itself and swaps their sides on opening, but not other formats. Hence the decoding.
+    """
+    image, _ = open_stored(stored, name, decode=False)
+    with image:
+        if image.getexif().get(ExifTags.Base.Orientation, 1) >= 5:
+            image = open_stored(stored, name)[0]
+        return image.height, image.width
 
 
 def read_input(value: Any, index: int, form: Form) -> np.ndarray:
@@ -451,29 +363,16 @@ def channels(image: Image.Image, name: str, num_channels: int) -> np.ndarray:
     return pixels_HWC[..., :1]
 
 
-def move(pixels_HWC: np.ndarray, angle: float, right: float, down: float) -> np.ndarray:
-    """Rotate an image about its centre (degrees, counter-clockwise), then shift it (pixels). Uncovered pixels are black.
-
-    Bilinear, by Pillow: about 20 microseconds for 28 x 28 pixels.
-    """
-    height, width, channels = pixels_HWC.shape
-    cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
-    x, y = width / 2, height / 2
-    # Pillow wants the inverse transform, from the result to the source: shift back, then rotate back.
-    back = (cos, -sin, x - cos * (x + right) + sin * (y + down), sin, cos, y - sin * (x + right) - cos * (y + down))
-    image = Image.fromarray(pixels_HWC[..., 0] if channels == 1 else pixels_HWC)
-    moved = image.transform((width, height), Image.Transform.AFFINE, back, Image.Resampling.BILINEAR)
-    return np.asarray(moved).reshape(pixels_HWC.shape)
-
-
-def check_learnt(numbers: Mapping[str, Sequence[int]], names: Sequence[str], rows: Mapping[str, Sequence[int]]) -> None:
+def check_learnt(
+    numbers: Mapping[str, Sequence[int]], names: Sequence[str], row_of: Callable[[str], Callable[[int], Any]]
+) -> None:
     """Check that each class of the other splits is also in the train split.
 
     Folders and data sets list their classes for all splits together, so one that cannot be learnt would not be noticed.
 
     Args:
         numbers: class numbers of each split.
-        rows: the rows in the data of each split, for messages.
+        row_of: returns, for a split, what translates an index to the row in the data, for messages.
 
     Raises:
         DataError: a class has no training images.
@@ -483,7 +382,7 @@ def check_learnt(numbers: Mapping[str, Sequence[int]], names: Sequence[str], row
         unknown = [index for index, number in enumerate(own) if number not in learnt]
         if unknown:
             raise DataError(
-                f"Row {rows[split][unknown[0]]} of the {split} split has the label {names[own[unknown[0]]]!r}, which no image "
-                "of the train split has. Add training images of it, or remove it; or list the classes to learn in "
+                f"Row {row_of(split)(unknown[0])} of the {split} split has the label {names[own[unknown[0]]]!r}, which no "
+                "image of the train split has. Add training images of it, or remove it; or list the classes to learn in "
                 "task.label_names."
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,11 +14,12 @@ from hftune.errors import DataError
 
 if TYPE_CHECKING:
     import datasets
+    from numpy.typing import ArrayLike
 
 MISSING = ("na", "n/a", "nan", "null", "none", "<na>")
 """Usual spellings of a missing value, in upper or lower case. Each of them may also be the name of a class."""
-MANY = 100
-"""Classes of which nearly every row has another are refused above this number."""
+MAX_IDS = 100
+"""Above this many classes, a column with almost one class per row is taken for an id and refused."""
 
 
 def names_of(kind: Any) -> list[str] | None:
@@ -83,7 +85,7 @@ def class_names(
             is unknown.
     """
     distinct = set(labels)
-    if len(distinct) > MANY and len(distinct) > 0.9 * len(labels):
+    if len(distinct) > MAX_IDS and len(distinct) > 0.9 * len(labels):
         raise DataError(
             f"The {split} split has {len(distinct):,} different labels in {len(labels):,} rows, as a column of ids has. Name "
             "the column of the classes in task.label_column, or list the classes in task.label_names."
@@ -111,102 +113,110 @@ def class_names(
     return sorted(texts)
 
 
-def name_notices(names: Sequence[str], are_labels: bool) -> list[str]:
-    """Return notices of classes whose names differ in nothing but case and outer white space, and of odd numbers.
-
-    Args:
-        are_labels: whether nothing but the labels names the classes. Then numbers that do not count from 0 are said.
-    """
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        alike.setdefault(name.strip().casefold(), []).append(name)
-    said = [
-        f"The classes {' and '.join(map(repr, group))} differ only in case or white space. If they are one, correct the labels."
-        for group in alike.values()
-        if len(group) > 1
-    ]
-    if are_labels and _own_numbers(names):
-        shown = f"{', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
-        said += [f"The {len(names)} classes are the numbers among the labels: {shown}. task.label_names would name them."]
-    return said
-
-
-def _own_numbers(names: Sequence[str]) -> dict[int, int]:
-    """Return the class numbers by the numbers that are the names of the classes, unless these count from 0 or are texts."""
-    found = {int(name): number for number, name in enumerate(names)} if all(map(is_whole, names)) else {}
-    return {} if all(name == number for name, number in found.items()) else found
-
-
 def is_whole(text: str) -> bool:
     """Return whether a text is a whole number."""
     return re.fullmatch(r"\s*[+-]?\d+\s*", text) is not None
 
 
-def _numbers_by_name(names: Sequence[str], data_names: Sequence[str] | None) -> dict[str, int]:
-    """Return the class numbers by all names that the classes have in the data; see ``class_numbers``."""
-    numbers = {name: number for number, name in enumerate(names)}
-    if data_names is None or set(data_names) <= numbers.keys():
-        return numbers
-    moved = [name for number, name in enumerate(data_names) if numbers.get(name, number) != number]
-    if moved or len(data_names) != len(names):
-        raise DataError(
-            f"task.label_names=[{', '.join(names)}] does not match the class names of the train split: "
-            f"{', '.join(data_names)}. Use the same names, in any order; or a new name for each, in that order; or "
-            "task.label_names=null, which uses those of the data."
-        )
-    return numbers | {name: number for number, name in enumerate(data_names)}
+@dataclass(frozen=True)
+class Classes:
+    """The classes of a task: their names in the order of the class numbers, and what the labels of the data mean."""
 
+    names: Sequence[str]
+    """``task.label_names``, if set."""
+    data_names: Sequence[str] | None
+    """Class names of the training data, in their order: some or all of ``names``, in any order; or different names for the same
+    classes in the same order ("1 star", "one star"). None: the data have no names."""
+    are_labels: bool
+    """Whether ``names`` are what ``class_names`` found, so that a label 5 is the class "5", not the sixth, also if other
+    classes are named by words."""
 
-def class_numbers(
-    labels: Sequence[Any],
-    names: Sequence[str],
-    data_names: Sequence[str] | None,
-    split: str,
-    row_of: Callable[[int], int],
-    are_labels: bool = False,
-) -> list[int]:
-    """Translate the labels of a split, as ``read_labels`` returns them, to class numbers.
+    @classmethod
+    def of(cls, given: Sequence[str] | None, data_names: Sequence[str] | None, find: Callable[[], list[str]]) -> Classes:
+        """Name the classes as the recipe does, or else the data, or else their labels, which ``find`` returns."""
+        names = given or data_names
+        return cls(list(names or find()), data_names, not names)
 
-    Args:
-        names: class names in the order of the class numbers; ``task.label_names``, if set.
-        data_names: class names of the training data, in their order: some or all of ``names``, in any order; or different names
-            for the same classes in the same order ("1 star", "one star"). None: the data have no names.
-        are_labels: whether ``names`` are what ``class_names`` found, so that a label 5 is the class "5", not the sixth, also
-            where other classes are named by words.
-        row_of: translates an index of ``labels`` to the row in the data, for messages.
+    def numbers(self, labels: Sequence[Any], split: str, row_of: Callable[[int], Any]) -> list[int]:
+        """Translate the labels of a split, as ``read_labels`` returns them, to class numbers.
 
-    Raises:
-        DataError: ``names`` and ``data_names`` do not match, there is only one class, or a label is not one of the classes.
-    """
-    count = len(names)
-    if count < 2:
-        raise DataError(f"All samples have the label {names[0]!r}, but classification needs at least two classes.")
-    numbers = _numbers_by_name(names, data_names)
-    if any(numbers[name] != number for number, name in enumerate(data_names or [])) and any(
-        isinstance(label, int) for label in labels
-    ):
-        raise DataError(
-            f"The labels of the {split} split are numbers without names, and task.label_names changes the order of the train "
-            f"split's names ({', '.join(data_names)}), so what the numbers mean is unknown. Set task.label_names=null."
-        )
-    own: dict[int, int] = {}
-    if are_labels and not all(isinstance(label, str) for label in labels):
-        own = {int(name): number for name, number in numbers.items() if is_whole(name)}
-    translated = [
-        numbers.get(label) if isinstance(label, str) else numbers.get(str(label), own.get(label)) if are_labels else label
-        for label in labels
-    ]
-    wrong = [index for index, number in enumerate(translated) if number is None or not 0 <= number < count]
-    if wrong:
-        # If names are expected and some labels are numbers written as texts, a label that is neither is the one to report.
-        odd = (index for index in wrong if isinstance(labels[index], str) and not is_whole(labels[index]))
-        index = next(odd, wrong[0])
-        raise DataError(
-            f"Row {row_of(index)} of the {split} split has the label {labels[index]!r}; "
-            f"there are {count} labels{'' if are_labels else f', 0 to {count - 1}'} ({', '.join(names[:10])}). "
-            "Correct the row, or set task.label_names; null uses the names of the data."
-        )
-    return translated
+        Args:
+            row_of: translates an index of ``labels`` to the row in the data, for messages.
+
+        Raises:
+            DataError: ``names`` and ``data_names`` do not match, there is only one class, or a label is not one of the classes.
+        """
+        count = len(self.names)
+        if count < 2:
+            raise DataError(f"All samples have the label {self.names[0]!r}, but classification needs at least two classes.")
+        numbers = self._by_name
+        is_moved = any(numbers[name] != number for number, name in enumerate(self.data_names or ()))
+        if is_moved and any(isinstance(label, int) for label in labels):
+            raise DataError(
+                f"The labels of the {split} split are numbers without names, and task.label_names changes the order of the "
+                f"train split's names ({', '.join(self.data_names or ())}), so what the numbers mean is unknown. Set "
+                "task.label_names=null."
+            )
+        own: dict[int, int] = {}
+        if self.are_labels and not all(isinstance(label, str) for label in labels):
+            own = {int(name): number for name, number in numbers.items() if is_whole(name)}
+        translated = [
+            numbers.get(label)
+            if isinstance(label, str)
+            else numbers.get(str(label), own.get(label))
+            if self.are_labels
+            else label
+            for label in labels
+        ]
+        wrong = [index for index, number in enumerate(translated) if number is None or not 0 <= number < count]
+        if wrong:
+            # If names are expected and some labels are numbers written as texts, a label that is neither is the one to report.
+            odd = (index for index in wrong if isinstance(labels[index], str) and not is_whole(labels[index]))
+            index = next(odd, wrong[0])
+            raise DataError(
+                f"Row {row_of(index)} of the {split} split has the label {labels[index]!r}; there are {count} labels"
+                f"{'' if self.are_labels else f', 0 to {count - 1}'} ({', '.join(self.names[:10])}). "
+                "Correct the row, or set task.label_names; null uses the names of the data."
+            )
+        return translated
+
+    @property
+    def _by_name(self) -> dict[str, int]:
+        """The class numbers by all names that the classes have in the data."""
+        numbers, data_names = {name: number for number, name in enumerate(self.names)}, self.data_names
+        if data_names is None or set(data_names) <= numbers.keys():
+            return numbers
+        moved = [name for number, name in enumerate(data_names) if numbers.get(name, number) != number]
+        if moved or len(data_names) != len(self.names):
+            raise DataError(
+                f"task.label_names=[{', '.join(self.names)}] does not match the class names of the train split: "
+                f"{', '.join(data_names)}. Use the same names, in any order; or a new name for each, in that order; or "
+                "task.label_names=null, which uses those of the data."
+            )
+        return numbers | {name: number for number, name in enumerate(data_names)}
+
+    def counts(self, numbers_N: ArrayLike) -> dict[str, int]:
+        """Return the number of samples of each class, by its name."""
+        return dict(zip(self.names, np.bincount(numbers_N, minlength=len(self.names)).tolist(), strict=True))
+
+    def notices(self) -> list[str]:
+        """Return notices of classes whose names differ in nothing but case and outer white space, and of numbers for names."""
+        alike: dict[str, list[str]] = {}
+        for name in self.names:
+            alike.setdefault(name.strip().casefold(), []).append(name)
+        messages = [
+            f"The classes {' and '.join(map(repr, group))} differ only in case or white space. If they are one, correct the "
+            "labels."
+            for group in alike.values()
+            if len(group) > 1
+        ]
+        are_numbers = self.are_labels and all(map(is_whole, self.names))
+        if are_numbers and [*map(int, self.names)] != [*range(len(self.names))]:
+            shown = f"{', '.join(self.names[:10])}{', ...' if len(self.names) > 10 else ''}"
+            messages.append(
+                f"The {len(self.names)} classes are the numbers among the labels: {shown}. task.label_names would name them."
+            )
+        return messages
 
 
 def read_label_lists(

@@ -21,7 +21,7 @@ MAX_BYTES = 2**31
 
 
 def ignored_splits(task: Any) -> list[str]:
-    """Return a notice of the split keys that have no effect: files and functions provide train, eval and test themselves.
+    """Return a notice of the split keys that have no effect: files and functions have no names of splits.
 
     Args:
         task: with the fields dataset, data_files and some of train_split, eval_split and test_split. Keys that have their
@@ -32,7 +32,7 @@ def ignored_splits(task: Any) -> list[str]:
     defaults = {item.name: item.default for item in dataclasses.fields(task)}
     ineffective = [
         f"task.{name}={value}"
-        for name in ("train_split", "eval_split", "test_split")
+        for name in ("train_split", "eval_split", *(("test_split",) if task.data_files else ()))  # a function is asked for it
         if (value := getattr(task, name, None)) is not None and value != defaults[name]
     ]
     source = "task.data_files" if task.data_files else f"task.dataset={task.dataset}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
@@ -24,14 +24,12 @@ from huggingface_hub.utils import httpx
 from hftune.config.importing import import_named
 from hftune.data.cache import cached_value
 from hftune.data.digest import content_digest
-from hftune.data.files import FILE_FORMATS, NO_EVAL_DATA, NOT_UTF8, SURPLUS, file_format, local_files
+from hftune.data.files import FILE_FORMATS, INSTEAD, NO_EVAL_DATA, NOT_UTF8, SURPLUS, file_format, local_files
 from hftune.data.hub import failure, fetch
 from hftune.data.labels import read_labels
 from hftune.data.splits import Part
-from hftune.errors import DataError, did_you_mean
+from hftune.errors import DataError
 
-INSTEAD = f"task.dataset=json task.data_files.train=... task.data_files.eval=... ({', '.join(FILE_FORMATS)})"
-"""Keys to set if the Hub cannot be reached."""
 READER_OPTIONS: dict[str, dict[str, Any]] = {
     "csv": {"keep_default_na": False, "na_values": [""], "index_col": False},
     "text": {"encoding": "utf-8-sig"},
@@ -81,56 +79,6 @@ def load_split(
     if len(rows) == 0:
         raise DataError(f"The {split} split{f' of {dataset}' if dataset else ''} has no rows{_of(data_files, split)}.")
     return rows
-
-
-def load_splits(
-    dataset: str,
-    data_files: Mapping[str, Any] | None,
-    source_splits: Mapping[str, str],
-    parts: Mapping[str, Part],
-    columns: Mapping[str, str],
-    texts: Sequence[str],
-    config: str | None = None,
-    data_dir: str | None = None,
-    commit: str | None = None,
-    may_be_empty: bool = False,
-    stratify_by: Callable[[datasets.Dataset], str | None] = lambda rows: None,
-    mixed: Sequence[datasets.Dataset] | None = None,
-) -> dict[str, datasets.Dataset]:
-    """Load, subsample and check the splits of a text data set.
-
-    Args:
-        source_splits, parts: of "train" and, optionally, "eval" and "test"; see ``load_split`` and ``take``.
-        columns: required columns, by the key that names them: {"task.text_column": "text"}.
-        texts: those of ``columns`` that must hold texts; empty texts are refused unless ``may_be_empty``.
-        mixed: the rows of each data set of the train split, if it consists of several; all have the same features.
-        stratify_by: returns the column of the labels of the training rows, to hold out rows of each class.
-
-    Raises:
-        DataError: the data cannot be used; the message names split, column and row.
-    """
-    sources: dict[str, datasets.Dataset] = {}
-    for split, source_split in source_splits.items():
-        if split == "eval" and parts[split].held_out is not None:
-            sources[split] = sources["train"]
-            continue
-        if mixed is not None and split == "train":
-            rows = datasets.concatenate_datasets(list(mixed))
-        else:
-            rows = load_split(dataset, source_split, data_files, split, data_dir, config=config, commit=commit)
-        sources[split] = rows
-        for key, column in columns.items():
-            check_column(rows, key, column, split)
-    label_column = stratify_by(sources["train"]) if any(part.held_out for part in parts.values()) else None
-    sizes = None if mixed is None else [*map(len, mixed)]
-    loaded = {
-        split: take(rows, parts[split], label_column, sizes if rows is sources["train"] else None)
-        for split, rows in sources.items()
-    }
-    for split, rows in loaded.items():
-        for column in texts:
-            check_texts(rows, column, split, may_be_empty)
-    return loaded
 
 
 def take(
@@ -362,25 +310,6 @@ def refusing_lost_cells() -> Iterator[None]:
         yield
 
 
-def check_column(rows: datasets.Dataset, key: str, column: str, split: str) -> None:
-    """Raise DataError unless ``column`` exists; the message lists the columns."""
-    if column not in rows.column_names:
-        hint = did_you_mean(column, rows.column_names)
-        raise DataError(f"{key}={column} is not a column of the {split} split. It has: {', '.join(rows.column_names)}.{hint}")
-
-
-def find_column(rows: datasets.Dataset, key: str, choices: Sequence[str]) -> str:
-    """Return the one of ``choices`` that is a column, or raise DataError if none or several are."""
-    found = [column for column in choices if column in rows.column_names]
-    if len(found) == 1:
-        return found[0]
-    which = "several" if found else "none"
-    raise DataError(
-        f"{key} is not set, and the data have {which} of {', '.join(choices)}. Set it to one of their columns: "
-        f"{', '.join(rows.column_names)}."
-    )
-
-
 def check_texts(rows: datasets.Dataset, column: str, split: str, may_be_empty: bool = False) -> None:
     """Raise DataError if a text is missing, is not a string, or is empty and must not be; the message names the first rows."""
     kind = rows.features[column]
@@ -402,16 +331,6 @@ def _read_all(rows: datasets.Dataset, column: str, split: str, may_be_empty: boo
             f"The {split} split has {what} in column {column!r} at row {_list(row_numbers(rows, empty))}. "
             "Remove these rows, or fill them in."
         )
-
-
-def check_inputs(texts: Sequence[Any]) -> None:
-    """Raise DataError if an input of a model is empty or not a text."""
-    for index, text in enumerate(texts):
-        if not isinstance(text, str):
-            what = f"the file {text}; texts come from --text and --text-file" if isinstance(text, Path) else type(text).__name__
-            raise DataError(f"Input {index} is {what}. This model takes texts.")
-        if not text.strip():
-            raise DataError(f"Input {index} is an empty text.")
 
 
 def row_numbers(rows: datasets.Dataset, indices: Sequence[int]) -> list[int]:

@@ -6,21 +6,20 @@ torch, transformers and datasets are imported inside the methods, so that mistyp
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hftune.config.keys import key
-from hftune.errors import ConfigError, DataError, did_you_mean
+from hftune.data.columns import TEXTS, Role
+from hftune.errors import ConfigError, DataError
 from hftune.metrics.records import directions, rouge_names
 from hftune.task import Hooks
 from hftune.tasks.language_modeling import perplexity
-from hftune.tasks.text import NO_LABEL, SHOWN, TextTask, beginning, count_labels, head_loss, head_losses, pieces
-from hftune.tasks.validation import bound_problems
+from hftune.tasks.text import MAX_SHOWN, NO_LABEL, TextTask, beginning, count_labels, head_loss, head_losses, pieces
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -37,9 +36,9 @@ MESSAGES = ("messages", "conversations", "conversation", "chat")
 SCORES = ("exact_match", "rouge")
 """What ``task.scores`` may name."""
 MAX_NEW_TOKENS = 256
-"""Of an answer that an evaluation scores, where neither the recipe nor the model says how many."""
-LONGEST_REPLY = 1024
-"""Tokens of an answer that a user asked for, where the model does not say how many."""
+"""Tokens of an answer that an evaluation scores, if neither the recipe nor the model says how many."""
+MAX_REPLY_TOKENS = 1024
+"""Tokens of an answer that a user asked for, if the model does not say how many."""
 
 
 @dataclass
@@ -64,7 +63,7 @@ class Chats(TextTask):
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """assistant: all answers. last: the last answer of each chat that is not marked with "train": false. all: every token, the
     users' messages included. A message with "train": false is not trained on."""
-    max_length: int = 2048
+    max_length: int = key(2048, ge=3)
     """Maximum length of a chat in tokens."""
     too_long: Literal["refuse", "drop", "cut"] = "refuse"
     """What to do with longer chats: refuse the data, drop these chats, or cut their last messages, as whole turns."""
@@ -79,13 +78,15 @@ class Chats(TextTask):
     """Settings with which evaluations generate the last answer of each sample, such as {max_new_tokens: 64}: fields of
     transformers' GenerationConfig. Without do_sample, they take the likeliest token. The export keeps its base's settings.
     null: only the loss is computed."""
-    scores: list[str] = key(lambda: ["exact_match"], changes="output")
+    scores: list[str] = key(lambda: ["exact_match"], choices=SCORES, changes="output")
     """Metrics of the generated answers: exact_match and rouge (both in [0, 1])."""
     language: str = "en"
     """Language of the answers (ISO 639-1), by which ROUGE cuts words."""
 
     auto_class = "AutoModelForCausalLM"
-    text_keys = ()
+    columns: ClassVar[Mapping[str, Role]] = {
+        "prompt": Role("text or messages", ("prompt", "question", "instruction"), optional_in={"train"}, usual_inputs=TEXTS)
+    }
     fold_rows = None  # a chat may be several samples
     scored_head = True
     settled_fields = ("date",)
@@ -104,13 +105,7 @@ class Chats(TextTask):
         return ("prompt", "answer", "perplexity" if self.generation is None else "generated")
 
     def validate(self) -> list[str]:
-        return [
-            *super().validate(),
-            *bound_problems(self, {"max_length": 3}),
-            *self._column_problems(),
-            *self._template_problems(),
-            *self._score_problems(),
-        ]
+        return [*super().validate(), *self._column_problems(), *self._template_problems()]
 
     def _column_problems(self) -> Iterator[str]:
         if (self.prompt_column is None) != (self.completion_column is None):
@@ -127,17 +122,12 @@ class Chats(TextTask):
                 datetime.date.fromisoformat(self.date)
             except ValueError:
                 yield f"task.date={self.date} is not a date, such as 2026-11-23."
-
-    def _score_problems(self) -> Iterator[str]:
-        for score in self.scores:
-            if score not in SCORES:
-                yield f"task.scores={score} is not one of {', '.join(SCORES)}.{did_you_mean(score, SCORES)}"
         if self.generation is not None and self.train_on == "all":
             yield "task.generation compares answers, which task.train_on=all does not know. Set that to assistant or last."
 
     # Data
 
-    def columns(self, rows: Dataset) -> dict[str, str]:
+    def find_columns(self, rows: Dataset) -> dict[str, str]:
         """Return the columns of the chats, and that of their tools, if there is one."""
         names = rows.column_names
         tools = self.tools_column or ("tools" if "tools" in names else None)
@@ -163,9 +153,7 @@ class Chats(TextTask):
         Raises:
             ConfigError: there is no chat template.
         """
-        from hftune.models.pretrained import load_tokenizer
-
-        tokenizer = self._new_tokenizer() if self.model is None else load_tokenizer(self.model, commit=self.model_commit)
+        tokenizer = super().text_tokenizer
         if self.chat_template is not None:
             tokenizer.chat_template = Path(self.chat_template).expanduser().read_text(encoding="utf-8")
         if not tokenizer.chat_template:
@@ -175,21 +163,19 @@ class Chats(TextTask):
             )
         return tokenizer
 
-    def _new_tokenizer(self) -> PreTrainedTokenizerBase:
+    def new_tokenizer(self, cached: Callable[[Callable[[], Any]], Any]) -> PreTrainedTokenizerBase:
         from hftune.data.byte_tokenizer import END_OF_TURN, PAD, TURN, chat_tokenizer, train_bytes
-        from hftune.data.cache import cached_value
 
-        rows, special = self._rows["train"], (PAD, TURN, END_OF_TURN)
-        key = ["chat bytes", rows._fingerprint, self._columns, self.vocab_size, version("tokenizers")]
-        return chat_tokenizer(cached_value(key, lambda: train_bytes(self.training_texts(), self.vocab_size, special)))
+        special = (PAD, TURN, END_OF_TURN)
+        return chat_tokenizer(cached(lambda: train_bytes(self.training_texts(), self.vocab_size, special)))
 
     def training_texts(self) -> Iterator[str]:
         """Yield the contents of all messages, and their roles."""
         from hftune.data.chats import ChatError
 
-        for index, row in enumerate(self._rows["train"]):
+        for index, row in enumerate(self.rows["train"]):
             try:
-                messages, _ = chat_of(row, self._columns)
+                messages, _ = chat_of(row, self.read_columns)
             except ChatError as error:
                 raise DataError(self._about_row("train", index, str(error))) from error
             for message in messages:
@@ -205,7 +191,7 @@ class Chats(TextTask):
         from hftune.data.chats import ChatFormat
 
         today = None if self.date is None else datetime.date.fromisoformat(self.date)
-        stops = _as_list(self._own_generation.eos_token_id)
+        stops = _as_list(self.own_generation.eos_token_id)
         return ChatFormat(self.text_tokenizer, options=self.template_options, stops=stops, today=today)
 
     def datasets(self) -> dict[str, Texts]:
@@ -213,20 +199,20 @@ class Chats(TextTask):
         many answers of the row were cut, in the first of its samples."""
         if self.chat_format.dated:
             self.date = self.chat_format.today.isoformat()
-        found = {split: self._tokenized(split) for split in self._rows}
+        found = {split: self.tokenized(split) for split in self.rows}
         for split, samples in found.items():
             self._check_lengths(split, samples)
         return found
 
-    def _tokenized(self, split: str) -> Texts:
+    def tokenized(self, split: str) -> Texts:
         from hftune.data.cache import idle_cores, mapped
         from hftune.data.tokenized import cached_texts, flat_arrays, tokenizer_key
 
-        rows, tokenizer = self._rows[split], self.text_tokenizer
+        rows, tokenizer = self.rows[split], self.text_tokenizer
         settings = {"train_on": self.train_on, "max_length": self.max_length, "too_long": self.too_long}
 
         def make() -> dict[str, Any]:
-            given = {"chats": self.chat_format, "columns": self._columns, **settings}
+            given = {"chats": self.chat_format, "columns": self.read_columns, **settings}
             try:
                 encoded = mapped(rows, encode, f"Tokenizing {split}", idle_cores(len(rows)), numbered=True, **given)
             except BadChat as error:
@@ -238,8 +224,8 @@ class Chats(TextTask):
                 )
             return flat_arrays(encoded)
 
-        key = [rows._fingerprint, tokenizer_key(tokenizer), self._columns, self.chat_format.key, settings]
-        return cached_texts(["chats", *key], make)
+        depends_on = [rows._fingerprint, tokenizer_key(tokenizer), self.read_columns, self.chat_format.key, settings]
+        return cached_texts(["chats", *depends_on], make)
 
     def _check_lengths(self, split: str, samples: Texts) -> None:
         """Refuse chats that are too long, or raise DataError; where they are dropped or cut, none is left."""
@@ -257,19 +243,19 @@ class Chats(TextTask):
             )
 
     def mixture(self, dataset: Any) -> list[tuple[int, float]] | None:
-        if self._mixed is None:
+        if self.mixed is None:
             return None
         import numpy as np
 
-        ends = np.cumsum(self._mixed.sizes(self._rows["train"]))
+        ends = np.cumsum(self.mixed.sizes(self.rows["train"]))
         counts = np.diff(np.searchsorted(dataset.column("row"), ends), prepend=0).tolist()
         if 0 in counts:
             raise DataError(
-                f"task.datasets: all chats of {self._mixed.names[counts.index(0)]} are longer than task.max_length="
+                f"task.datasets: all chats of {self.mixed.names[counts.index(0)]} are longer than task.max_length="
                 f"{self.max_length} tokens, and task.too_long={self.too_long} leaves them out. Raise the first, or leave this "
                 "data set out."
             )
-        return [*zip(counts, self._mixed.weights, strict=True)]
+        return [*zip(counts, self.mixed.weights, strict=True)]
 
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
         from hftune.data import notices
@@ -280,7 +266,7 @@ class Chats(TextTask):
             messages += self._changed_chats(split, samples)
         if self.chat_format.dated:
             messages.append(f"The chat template writes the date: task.date={self.date}, in all chats and after a resume.")
-        new = sorted({*self.chat_format.stops} - {*_as_list(self._own_generation.eos_token_id)})
+        new = sorted({*self.chat_format.stops} - {*_as_list(self.own_generation.eos_token_id)})
         if self.model is not None and new:
             names = ", ".join(self.text_tokenizer.convert_ids_to_tokens(new))
             messages.append(f"Generation with the trained model stops at {names} as well, which ends the template's answers.")
@@ -290,7 +276,7 @@ class Chats(TextTask):
         """Yield how many chats of a split were dropped, cut, or made into several samples."""
         import numpy as np
 
-        total, used = len(self._rows[split]), len(np.unique(np.asarray(samples.column("row"))))
+        total, used = len(self.rows[split]), len(np.unique(np.asarray(samples.column("row"))))
         if used < total:
             yield (
                 f"Dropped {total - used:,} of {total:,} chats of the {split} split, longer than "
@@ -311,40 +297,26 @@ class Chats(TextTask):
     # Model
 
     @cached_property
-    def _config(self) -> PreTrainedConfig:
+    def named_config(self) -> PreTrainedConfig:
         """The config of the model. Its padding stays as it is: with the end token as padding, some models never train it."""
         from hftune.models.pretrained import load_config
 
+        if self.model is not None:
+            return super().named_config
         tokens = self.text_tokenizer
         fresh = {"vocab_size": len(tokens), "bos_token_id": None, "eos_token_id": tokens.eos_token_id}
-        return load_config(self.model, {**self.model_config, **(fresh if self.model is None else {})}, self.model_commit)
-
-    @cached_property
-    def _own_generation(self) -> GenerationConfig:
-        """The generation settings that come with the model."""
-        from transformers import GenerationConfig
-
-        from hftune.models.generation import own_generation
-
-        if self.model is None:
-            return GenerationConfig(eos_token_id=self.text_tokenizer.eos_token_id)
-        return own_generation(self.model, self.model_commit, self._config)
+        return load_config(None, {**self.model_config, **fresh})
 
     def build_model(self) -> PreTrainedModel:
         """Load the model, or build a new one. It keeps its generation settings, and learns where the template's answers end."""
-        from transformers import AutoModelForCausalLM
-
-        from hftune.models.pretrained import load_model
-
-        config = self._config
+        config = self.named_config
         words = config.get_text_config().vocab_size
         if words < len(self.text_tokenizer):
             raise ConfigError(
                 f"task.model={self.model} has weights for {words} tokens, but its tokenizer writes {len(self.text_tokenizer)}."
             )
-        model = load_model(AutoModelForCausalLM, self.model, config, self.model_commit)
-        self._check_positions(model)
-        model.generation_config = self._generation_of(self._own_generation)
+        model = self.load_model(config)
+        model.generation_config = self._generation_of(self.own_generation)
         self._evaluation_settings(model.generation_config)  # refuses what the recipe cannot ask for
         return model
 
@@ -414,7 +386,7 @@ class Chats(TextTask):
         """Return the model's answer to each prompt, cut where the model's positions end, whatever prompts are beside it."""
         from hftune.models.pretrained import max_positions
 
-        positions, most = max_positions(model), config.max_new_tokens or LONGEST_REPLY
+        positions, most = max_positions(model), config.max_new_tokens or MAX_REPLY_TOKENS
         rooms = [most if positions is None else min(most, max(1, positions - len(prompt))) for prompt in prompts]
         answers: dict[int, str] = {}
         for room in sorted(set(rooms)):  # only one, unless a prompt leaves less
@@ -468,18 +440,14 @@ class Chats(TextTask):
 
     def load(self, directory: Path) -> PreTrainedModel:
         model = super().load(directory)
-        self._own_generation = model.generation_config
+        self.own_generation = model.generation_config
         model.generation_config = self._generation_of(model.generation_config)  # the recipe's may have changed since
         return model
 
     def example_inputs(self) -> list[str]:
         """Return what the user says first in two chats: MLflow keeps texts, but no lists of messages."""
-        rows = self._rows.get("eval", self._rows["train"])
-        chats = [chat_of(rows[index], self._columns)[0] for index in range(min(2, len(rows)))]
+        chats = [chat_of(row, self.read_columns)[0] for row in self.some_rows()]
         return [message["content"] for chat in chats for message in chat if message["role"] == "user"][:2]
-
-    def input_columns(self) -> dict[str, str | None]:
-        return {"prompt": self.prompt_column}
 
     def raw_inputs(self, rows: Mapping[str, list]) -> list:
         """Return what some rows of a table ask: texts, or lists of messages, which may be JSON text."""
@@ -603,8 +571,8 @@ def last_answer(input_ids: Sequence[int], labels: Sequence[int]) -> tuple[list[i
 
 
 def ending(text: str) -> str:
-    """Return the last SHOWN characters of a text, with an ellipsis if there are more."""
-    return text if len(text) <= SHOWN else f"\N{HORIZONTAL ELLIPSIS}{text[1 - SHOWN :]}"
+    """Return the last MAX_SHOWN characters of a text, with an ellipsis if there are more."""
+    return text if len(text) <= MAX_SHOWN else f"\N{HORIZONTAL ELLIPSIS}{text[1 - MAX_SHOWN :]}"
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -13,13 +13,14 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hftune.config.keys import key
+from hftune.data.columns import TEXTS, Role
 from hftune.errors import ConfigError, DataError, did_you_mean
 from hftune.metrics.records import directions
 from hftune.task import BatchLossTask
-from hftune.tasks.text import TextTask, beginning
+from hftune.tasks.text import TextTask, beginning, check_inputs
 
 if TYPE_CHECKING:
-    import datasets
     import numpy as np
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -58,20 +59,24 @@ class Embeddings(TextTask, BatchLossTask):
     prefixes: dict[str, str] = field(default_factory=dict)
     """Texts to put before each anchor (query) and each positive and negative (document): {query: "query: ", document: "passage:
     "} for E5. predict adds none."""
-    pooling: str = "mean"
+    pooling: str = key("mean", choices=tuple(POOLING))
     """From tokens to an embedding: mean, cls (the first token) or last (the last one, for decoders). It is then normalised."""
-    scale: float = 20.0
-    """Factor of the similarities in the loss: 1 / temperature."""
+    scale: float = key(20.0, gt=0)
+    """Factor of the similarities in the loss: 1 / temperature. 20 is usual."""
     symmetric: bool = False
     """Whether the loss is the mean of that of finding each anchor's positive and that of finding each positive's anchor."""
     mask_duplicates: bool = True
     """Whether to leave out in-batch negatives that are none: texts equal to the anchor's positive, and positives of equal
     anchors."""
-    max_length: int = 256
+    max_length: int = key(256, ge=3)
     """Maximum length of a text in tokens, its prefix included; longer texts are truncated at the end."""
 
     auto_class: ClassVar[str] = "AutoModel"
-    text_keys: ClassVar[Sequence[str]] = ("anchor_column", "positive_column")
+    columns: ClassVar[Mapping[str, Role]] = {
+        "anchor": Role("text", ANCHORS, usual_inputs=TEXTS),
+        "positive": Role("text", POSITIVES, optional_in={"predict"}),
+        "negative": Role("text", optional_in={"predict"}),
+    }
 
     @property
     def metric_directions(self) -> dict[str, Direction | None]:  # type: ignore[override]  # depends on score_column
@@ -84,11 +89,6 @@ class Embeddings(TextTask, BatchLossTask):
 
     def validate(self) -> list[str]:
         problems = super().validate()
-        if self.pooling not in POOLING:
-            hint = did_you_mean(self.pooling, POOLING)
-            problems.append(f"task.pooling={self.pooling!r} is not one of {', '.join(POOLING)}.{hint}")
-        if not self.scale > 0:
-            problems.append(f"task.scale={self.scale:g} must be above 0; 20 is usual.")
         for name in self.prefixes:
             if name not in PREFIXES:
                 hint = did_you_mean(name, PREFIXES)
@@ -102,19 +102,6 @@ class Embeddings(TextTask, BatchLossTask):
 
     # Data
 
-    def columns(self, rows: datasets.Dataset) -> dict[str, str]:
-        from hftune.data.columns import choose, is_text
-
-        known = [name for name in (self.anchor_column, self.positive_column, *self.negative_columns) if name is not None]
-        anchor = choose("task.anchor_column", self.anchor_column, rows, is_text, ANCHORS, known)
-        positive = choose("task.positive_column", self.positive_column, rows, is_text, POSITIVES, [*known, anchor])
-        negatives = {f"negative_columns[{index}]": column for index, column in enumerate(self.negative_columns)}
-        return {"anchor_column": anchor, "positive_column": positive, **negatives}
-
-    @property
-    def _text_columns(self) -> list[str]:
-        return [*self._columns.values()]
-
     @property
     def _num_texts(self) -> int:
         return 2 + len(self.negative_columns)
@@ -122,8 +109,8 @@ class Embeddings(TextTask, BatchLossTask):
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
         from hftune.data.tokenized import to_ids
 
-        encoded: dict[str, list] = {"cut": [False] * len(rows[self._text_columns[0]])}
-        for index, column in enumerate(self._text_columns):
+        encoded: dict[str, list] = {"cut": [False] * len(rows[self.text_columns_read[0]])}
+        for index, column in enumerate(self.text_columns_read):
             prefix = self.prefixes.get(PREFIXES[min(index, 1)], "")
             encoded[ids_of(index)], cut = to_ids([prefix + text for text in rows[column]], self.text_tokenizer, self.max_length)
             encoded["cut"] = [any(flags) for flags in zip(encoded["cut"], cut, strict=True)]
@@ -136,17 +123,16 @@ class Embeddings(TextTask, BatchLossTask):
         """Return a number for each text, the same for equal texts, (N, K) int64, and the scores, unless it is for training."""
         import numpy as np
 
-        rows = self._rows[split]
-        texts = {"texts": np.stack([[number_of(text) for text in rows[column]] for column in self._text_columns], axis=1)}
+        rows = self.rows[split]
+        texts = {"texts": np.stack([[number_of(text) for text in rows[column]] for column in self.text_columns_read], axis=1)}
         return texts | ({"score": self._scores(split)} if split != "train" and self.score_column is not None else {})
 
     def _scores(self, split: str) -> np.ndarray:
         import numpy as np
 
-        from hftune.data.columns import is_number
-        from hftune.data.rows import check_column
+        from hftune.data.columns import check_column, is_number
 
-        rows, column = self._rows[split], str(self.score_column)
+        rows, column = self.rows[split], str(self.score_column)
         check_column(rows, "task.score_column", column, split)
         if not is_number(rows.features[column]):
             raise DataError(
@@ -281,8 +267,8 @@ class Embeddings(TextTask, BatchLossTask):
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows with the beginning of both texts, and that of the document that is most similar to the anchor."""
-        split = self._rows["eval"]
-        anchors, positives = (split[self._columns[key]] for key in self.text_keys)
+        split = self.rows["eval"]
+        anchors, positives = (split[self.read_columns[f"{name}_column"]] for name in ("anchor", "positive"))
         described = []
         for row, anchor, positive in zip(rows, anchors, positives, strict=True):
             nearest = {"nearest": beginning(positives[row["nearest"]])} if "nearest" in row else {}
@@ -323,12 +309,10 @@ class Embeddings(TextTask, BatchLossTask):
         return prepared(super().load(directory), str(directory))
 
     def example_inputs(self) -> list[str]:
-        rows = self._rows.get("eval", self._rows["train"])
-        return rows[:2][self._columns["anchor_column"]]
+        return self.some_rows()[self.read_columns["anchor_column"]]
 
     def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Return the embedding of each text as it is, without a prefix: a list of D numbers, of length 1."""
-        from hftune.data.rows import check_inputs
         from hftune.data.tokenized import Ragged, to_ids
         from hftune.models.pooling import pooled
 

@@ -11,34 +11,36 @@ from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.config.keys import key
+from hftune.data.columns import IMAGES, LABELS, Role
 from hftune.errors import did_you_mean, format_value
 from hftune.metrics.records import directions
-from hftune.tasks.classification import answers, count_classes, evaluation_rows, named
-from hftune.tasks.images import ImageTask, check_same_network
-from hftune.tasks.validation import bound_problems, name_problems
+from hftune.tasks.images import ImageTask, check_same_network, read_config, save_config, to_bytes
+from hftune.tasks.problems import SingleLabel
 
 if TYPE_CHECKING:
     import numpy as np
+    from datasets import Dataset
     from torch import Tensor, nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from hftune.data.images import Form, Images, SeveralSizes, Source
+    from hftune.data.images import Form, Images, SeveralSizes
+    from hftune.data.labels import Classes
     from hftune.models.image_processor import Preparation
     from hftune.task import Batch, Direction
 
-SMALLEST_IMAGE = 16
+MIN_SIDE = 16
 """Pixels per side that ConvNet needs. Defined here because that module imports torch."""
 MNIST_SIZE, MNIST_MEAN, MNIST_STD = 28, (0.1307,), (0.3081,)
 """What networks are given where the recipe does not say."""
-MAXIMUM = {"crop": 1, "flip": 1, "rand_augment": 10, "color": 1, "shift": None, "rotate": 180, "erase": 1}
+MAX_AMOUNTS = {"crop": 1, "flip": 1, "rand_augment": 10, "color": 1, "shift": None, "rotate": 180, "erase": 1}
 """Largest values of the keys of ``augmentation``. None: the image size."""
 TOP = 5
 """Classes among which the true one counts as found in ``top5_accuracy``."""
-MANY_CLASSES = 10
-"""More classes than these have a ``top5_accuracy``."""
+MAX_FEW = 10
+"""More classes than this have a ``top5_accuracy``."""
 
 
 @dataclass
@@ -58,14 +60,14 @@ class ImageClassification(ImageTask):
     and returns logits (N, classes). null: hftune's ConvNet, sized by width and dropout, if there is no model either."""
     network_args: dict[str, Any] = key(dict, changes="model")
     """Keyword arguments of your own network, such as {num_classes: 10}."""
-    dataset: str = key("imagefolder", changes="data")
+    dataset: str | None = key("imagefolder", changes="data")
     """Data set name on the Hub (owner/name); imagefolder or idx (MNIST's own files) with data_dir; parquet or arrow with
     data_files; or module:function that returns rows."""
     data_dir: str | None = key(None, changes="data")
     """Folder with the files of imagefolder (train/CLASS/*.jpg, and so on) or idx."""
-    width: int = 1
+    width: int = key(1, ge=1)
     """Width multiplier of ConvNet: 1 means 10 and 20 channels and 50 features (21,840 parameters)."""
-    dropout: float = 0.5
+    dropout: float = key(0.5, ge=0, lt=1)
     """Dropout probability in ConvNet, of the second convolution's channels and of the features, in [0, 1)."""
     image_column: str | None = None
     """Column of the images. null: the only one of images."""
@@ -75,7 +77,7 @@ class ImageClassification(ImageTask):
     label_names: list[str] | None = None
     """Class names in the order of the class numbers: the names that the data set uses, in any order, or a new name for each of
     its classes, in the data set's order. null: the data set's names, or else the distinct labels of the training split."""
-    image_size: int | None = None
+    image_size: int | None = key(None, ge=MIN_SIDE)
     """Height and width of the images in pixels, at least 16. null: that of the model's image processor; 28 for networks."""
     resize: bool = False
     """Whether to scale the shorter side of images to image_size and crop the longer. false: other sizes are refused. For
@@ -83,40 +85,35 @@ class ImageClassification(ImageTask):
     mean: list[float] | None = None
     """Mean of the pixel values, in [0, 1]: one number for grey images, three (red, green, blue) for colour. null: that of the
     model's image processor; MNIST's for networks."""
-    std: list[float] | None = None
+    std: list[float] | None = key(None, gt=0)
     """Standard deviation of the pixel values, with as many numbers as mean. Inputs are (pixel - mean) / std."""
     augmentation: dict[str, Any] | None = None
     """Random changes of training images, different in each epoch, in this order; 0 leaves one out. crop: smallest share of the
     image that a crop with a random aspect shows, such as 0.08. flip: probability of flipping left to right. rand_augment:
     magnitude of two random operations on colours or geometry, 0 to 10. color: largest relative change of brightness, contrast
     and saturation. shift (pixels) and rotate (degrees): largest movement. erase: probability of painting over a random box."""
-    mixup: float = 0.0
+    mixup: float = key(0.0, ge=0)
     """Parameter of the Beta distribution of mixup, such as 0.2: each training image is averaged with another one, and so are
     their labels. 0: no mixup. With cutmix as well, each image gets one of the two."""
-    cutmix: float = 0.0
+    cutmix: float = key(0.0, ge=0)
     """Parameter of the Beta distribution of cutmix, such as 1.0: a box of each training image is replaced by that of another
     one, and the labels are averaged by area. 0: no cutmix."""
-    label_smoothing: float = key(0.0, changes="forward backward")
+    label_smoothing: float = key(0.0, ge=0, lt=1, changes="forward backward")
     """Share of each label that is spread over all classes, in [0, 1), in the losses of training and evaluation."""
+
+    columns: ClassVar[Mapping[str, Role]] = {
+        "image": Role("image", IMAGES, usual_inputs=("file_name", "path", "file")),
+        "label": Role("label", LABELS, optional_in={"predict"}),
+    }
+    folder_keys = ("train_split", "eval_split", "test_split")
 
     @property
     def metric_directions(self) -> dict[str, Direction | None]:  # type: ignore[override]  # depends on the number of classes
-        has_few = "_images" in vars(self) and len(self.labels) <= MANY_CLASSES
+        has_few = "_images" in vars(self) and len(self.labels) <= MAX_FEW
         return directions("accuracy", "macro_f1", "mcc", *(() if has_few else ("top5_accuracy",)))
 
     def validate(self) -> list[str]:
-        from hftune.data.files import model_folder_problems
-
-        minimum = {"width": 1, "image_size": SMALLEST_IMAGE, "max_train_samples": 1, "max_eval_samples": 1}
-        return [
-            *self._split_problems(folders=("train_split", "eval_split", "test_split")),
-            *(model_folder_problems(self.model, self.model_config, "vit") if self._is_of_transformers else ()),
-            *bound_problems(self, minimum),
-            *name_problems(self),
-            *self.network_problems(),
-            *self._value_problems(),
-            *self._augmentation_problems(),
-        ]
+        return [*super().validate(), *self._normalization_problems(), *self._augmentation_problems()]
 
     @property
     def _is_of_transformers(self) -> bool:
@@ -124,9 +121,12 @@ class ImageClassification(ImageTask):
         return self.model is not None or bool(self.model_config)
 
     def network_problems(self) -> Iterator[str]:
+        from hftune.data.files import model_folder_problems
+
         yield from super().network_problems()
         if not self._is_of_transformers:
             return
+        yield from model_folder_problems(self.model, self.model_config, "vit")
         name = f"task.model={self.model}" if self.model is not None else "task.model_config"
         if self.network is not None:
             yield f"task.network={self.network} and {name} exclude each other. Set one of them to null."
@@ -140,42 +140,22 @@ class ImageClassification(ImageTask):
         if self.mean is not None and len(self.mean) == 1:
             yield f"task.mean={self.mean} is for grey images, but {name} is given RGB. Give three numbers, or null."
 
-    def _value_problems(self) -> Iterator[str]:
-        for name in ("dropout", "label_smoothing"):
-            if not 0 <= (value := getattr(self, name)) < 1:
-                yield f"task.{name}={value} must be in [0, 1)."
-        for name in ("mixup", "cutmix"):
-            if (value := getattr(self, name)) < 0:
-                yield f"task.{name}={value} must be at least 0."
+    def _normalization_problems(self) -> Iterator[str]:
         mean, std = self.mean, self.std
         if (mean is None) != (std is None) or (mean is not None and (len(mean) not in (1, 3) or len(std or ()) != len(mean))):
             yield f"task.mean={mean} and task.std={std} must both hold one number (grey) or three (red, green, blue)."
-        if not all(value > 0 for value in std or ()):
-            yield f"task.std={std} must be above 0."
 
     def _augmentation_problems(self) -> Iterator[str]:
         for name, value in (self.augmentation or {}).items():
-            if name not in MAXIMUM:
-                hint = did_you_mean(name, MAXIMUM)
-                yield f"task.augmentation.{name} is not a key of a recipe. Keys: {', '.join(MAXIMUM)}.{hint}"
+            if name not in MAX_AMOUNTS:
+                hint = did_you_mean(name, MAX_AMOUNTS)
+                yield f"task.augmentation.{name} is not a key of a recipe. Keys: {', '.join(MAX_AMOUNTS)}.{hint}"
                 continue
             # The size of a model of transformers is known only from its image processor.
-            maximum = MAXIMUM[name] or self.image_size or (math.inf if self._is_of_transformers else MNIST_SIZE)
+            maximum = MAX_AMOUNTS[name] or self.image_size or (math.inf if self._is_of_transformers else MNIST_SIZE)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= maximum:
                 most = f"number from 0 to {maximum}" if maximum < math.inf else "number that is not negative"
                 yield f"task.augmentation.{name}={format_value(value)} must be a {most}."
-
-    @cached_property
-    def model_commit(self) -> str | None:
-        """Commit of the model that is loaded from the Hub; None for folders, new models and networks."""
-        from hftune.data.files import model_commit
-
-        return model_commit(self.model, self.model_revision)
-
-    def commits(self) -> dict[str, str]:
-        from hftune.data.hub import known
-
-        return {**known({"task.model": self.model_commit}), **super().commits()}
 
     @cached_property
     def _config(self) -> PreTrainedConfig:
@@ -230,20 +210,42 @@ class ImageClassification(ImageTask):
         return self._preparation.std if self._is_of_transformers else self.std or MNIST_STD
 
     @property
-    def _instead_of_hub(self) -> str:
-        from hftune.data.images import INSTEAD
+    def _is_idx(self) -> bool:
+        return self.dataset == "idx"
 
-        return INSTEAD
+    def load_source(self, split: str, source_split: str) -> Dataset:
+        if not self._is_idx:
+            return super().load_source(split, source_split)
+        from datasets import Dataset
+
+        from hftune.data import idx
+
+        folder = Path(str(self.data_dir)).expanduser()
+        images_NHW, labels_N = idx.read_split(folder, source_split)
+        self._idx[split] = images_NHW, idx.find(folder, source_split, "images")
+        return Dataset.from_dict({"label": labels_N.tolist()})
 
     @cached_property
-    def _sources(self) -> dict[str, Source]:
-        columns = {"task.image_column": self.image_column, "task.label_column": self.label_column}
-        sources: dict[str, Source] = {}
-        for split, source_split in self._source_splits.items():
-            form = self._training_form if split == "train" else self._form
-            sources[split] = self._source(split, source_split, form, columns)
-            columns = {**columns, **sources["train"].columns}
-        return sources
+    def _idx(self) -> dict[str, tuple[np.ndarray, Path | None]]:
+        """The images (N, H, W) of idx files, with their file, by the split that they were read for."""
+        return {}
+
+    def find_columns(self, rows: Dataset) -> dict[str, str]:
+        return {} if self._is_idx else super().find_columns(rows)
+
+    @property
+    def _label(self) -> str:
+        """Column of the labels."""
+        return self.read_columns.get("label_column", "label")
+
+    def stratify_by(self, rows: Dataset) -> str | None:
+        return "label" if self._is_idx else super().stratify_by(rows)
+
+    def check_rows(self, rows: Mapping[str, Dataset]) -> None:
+        from hftune.data.columns import check_kind
+
+        for split in () if self._is_idx else rows:
+            check_kind(rows[split], self.read_columns["image_column"], split, "image")
 
     @property
     def _training_form(self) -> Form:
@@ -255,54 +257,40 @@ class ImageClassification(ImageTask):
         height, width, num_channels = self._form.shape
         return Uncropped(round(SPARE * min(height, width)), num_channels)
 
-    def _source(self, split: str, source_split: str, form: Form, columns: Mapping[str, str | None]) -> Source:
-        from hftune.data.images import load_idx, load_rows
-        from hftune.data.splits import Part
-
-        part = Part.of(self, split, self._counts)
-        if self.dataset == "idx":
-            return load_idx(self.data_dir, source_split, part, form)
-        return load_rows(
-            self.dataset, self.data_dir, self.data_files, source_split, split, part, columns, form, self.dataset_commit
-        )
-
-    @property
-    def fold_rows(self) -> list[int] | None:
-        """Image in the data of each sample of the eval split, if that is a fold."""
-        return list(self._sources["eval"].rows) if self.eval_fold else None
-
-    @property
-    def read_columns(self) -> dict[str, str]:
-        return {key.removeprefix("task."): column for key, column in self._sources["train"].columns.items()}
-
     @property
     def fold_data(self) -> str | None:
         """Digest of the labels of all images: reading the images would take long."""
         from hftune.data.digest import content_digest
+        from hftune.data.rows import row_numbers
 
         if not self.eval_fold:
             return None
-        sources = self._sources.values()
-        return content_digest(
-            sorted(pair for own in sources for pair in zip(own.rows, map(str, own.images.labels), strict=True))
-        )
+        rows = self.rows["eval"]
+        numbers = sorted(row for own in (self.rows["train"], rows) for row in row_numbers(own, range(len(own))))
+        labels = rows.data.column(self._label).to_pylist()
+        return content_digest([(row, str(labels[row])) for row in numbers])
 
     @cached_property
-    def labels(self) -> list[str]:  # type: ignore[override]  # known only with the data
-        """Class names in the order of the class numbers."""
-        from hftune.data.labels import class_names
+    def _classes(self) -> Classes:
+        from hftune.data.labels import Classes, class_names, names_of
 
-        if self.label_names:
-            return list(self.label_names)
-        train = self._sources["train"]
-        elsewhere = [label for split, source in self._sources.items() if split != "train" for label in source.images.labels]
-        found = train.label_names or class_names(train.images.labels, "train", train.rows.__getitem__, elsewhere=elsewhere)
-        return list(found)
+        def find() -> list[str]:
+            elsewhere = [label for split, labels in self._raw_labels.items() if split != "train" for label in labels]
+            return class_names(self._raw_labels["train"], "train", self.row_of("train"), elsewhere=elsewhere)
+
+        return Classes.of(self.label_names, names_of(self.rows["train"].features[self._label]), find)
+
+    @cached_property
+    def _raw_labels(self) -> dict[str, list[Any]]:
+        """The labels of each split as they are in the data."""
+        from hftune.data.labels import read_labels
+
+        return {split: read_labels(rows, self._label, split, self.row_of(split)) for split, rows in self.rows.items()}
 
     @property
-    def _are_labels(self) -> bool:
-        """Whether the class names are the labels themselves, because nothing names the classes."""
-        return not (self.label_names or self._sources["train"].label_names)
+    def labels(self) -> Sequence[str]:  # type: ignore[override]  # known only with the data
+        """Class names in the order of the class numbers."""
+        return self.label_names or self._classes.names
 
     def datasets(self) -> dict[str, Images | SeveralSizes]:
         """Return the splits. A sample has an image (H, W, C) uint8 and a label, its class number."""
@@ -311,18 +299,23 @@ class ImageClassification(ImageTask):
     @cached_property
     def _images(self) -> dict[str, Images | SeveralSizes]:
         from hftune.data.images import check_learnt
-        from hftune.data.labels import class_numbers
 
-        train = self._sources["train"]
-        numbers = {
-            split: class_numbers(
-                source.images.labels, self.labels, train.label_names, split, source.rows.__getitem__, self._are_labels
-            )
-            for split, source in self._sources.items()
-        }
-        if not self.label_names and (self.max_train_samples is None or len(train.rows) == train.total):
-            check_learnt(numbers, self.labels, {split: source.rows for split, source in self._sources.items()})
-        return {split: replace(source.images, labels=numbers[split]) for split, source in self._sources.items()}
+        rows = self.rows
+        numbers = {split: self._classes.numbers(own, split, self.row_of(split)) for split, own in self._raw_labels.items()}
+        if not self.label_names and (self.max_train_samples is None or len(rows["train"]) == rows["train"].data.num_rows):
+            check_learnt(numbers, self.labels, self.row_of)
+        return {split: replace(self._decoded(split), labels=numbers[split]) for split in rows}
+
+    def _decoded(self, split: str) -> Images | SeveralSizes:
+        from hftune.data.images import convert_images, decode_images
+        from hftune.data.rows import row_numbers
+
+        rows, form = self.rows[split], self._training_form if split == "train" else self._form
+        if not self._is_idx:
+            return decode_images(rows, self.read_columns["image_column"], split, form)
+        kept = row_numbers(rows, range(len(rows)))
+        images_NHW, file = self._idx[split if split in self._idx else "train"]
+        return convert_images(images_NHW[kept], lambda index: f"{file}: image {kept[index]}", form)
 
     def build_model(self) -> nn.Module:
         from hftune.models.convnet import ConvNet
@@ -353,46 +346,39 @@ class ImageClassification(ImageTask):
         height, _, num_channels = self._form.shape
         sizes = {"image_size": height, "in_channels": num_channels}
         if self.network is not None:
-            return {**self._own_network(), **sizes, "num_classes": num_classes}
+            return {**self.own_network(), **sizes, "num_classes": num_classes}
         return {**sizes, "width": self.width, "num_classes": num_classes, "dropout": self.dropout}
 
     def class_counts(self, dataset: Images) -> dict[str, int]:
-        return count_classes(dataset.labels, self.labels)
+        return self._classes.counts(dataset.labels)
 
     def notices(self, datasets: Mapping[str, Images | SeveralSizes], model: nn.Module) -> list[str]:
         from hftune.data import notices
-        from hftune.data.labels import name_notices
 
-        totals = {split: (len(datasets[split]), source.total) for split, source in self._sources.items()}
-        messages = [*notices.ignored_splits(self), *notices.unused_splits(self, self._sources["train"].splits)]
-        messages += self._column_notices()
-        messages += [*notices.held_out(self, totals["train"][1], "images"), *notices.left_out(self._kept(totals), "images")]
-        messages += name_notices(self.labels, self._are_labels)
-        if self._is_of_transformers:
-            messages += [*self._model_notices(), *self._shared_files()]
-            return messages
+        info = self.rows["train"].info
+        messages = [*self.row_notices(), *notices.unused_splits(self, () if self.data_files else info.splits or ())]
+        messages += self._classes.notices()
         pixels = {split: getattr(images, "pixels_NHWC", None) for split, images in datasets.items()}
-        if any(arrays is None for arrays in pixels.values()):
-            return [*messages, *self._shared_files()]
+        if self._is_of_transformers or any(arrays is None for arrays in pixels.values()):
+            return [*messages, *(self._model_notices() if self._is_of_transformers else ()), *self._shared_files()]
         if sum(pixels_NHWC.nbytes for pixels_NHWC in pixels.values()) > notices.MAX_BYTES:
             return messages
         return [*messages, *notices.shared(pixels, "images")]
 
-    def _column_notices(self) -> list[str]:
-        from hftune.data.columns import chosen
-
-        train = self._sources["train"]
-        if self.dataset == "imagefolder":  # whose columns have the same names in all folders
-            return []
-        given = {"task.image_column": self.image_column, "task.label_column": self.label_column}
-        columns = train.columns.items()
-        return [line for key, column in columns for line in chosen(key, given[key], column, train.all_columns)]
+    def row_notices(self) -> list[str]:
+        messages = super().row_notices()  # the columns of imagefolder have the same names in all folders
+        return [line for line in messages if "chosen from the columns" not in line or self.dataset != "imagefolder"]
 
     def _shared_files(self) -> list[str]:
+        from datasets import Image
+
         from hftune.data import notices
 
-        files = {split: source.encoded for split, source in self._sources.items() if source.encoded is not None}
-        return notices.shared_files(files) if "train" in files else []
+        if self._is_idx:
+            return []
+        column = self.read_columns["image_column"]
+        encoded = {split: rows.cast_column(column, Image(decode=False))[column] for split, rows in self.rows.items()}
+        return notices.shared_files(encoded)
 
     def _model_notices(self) -> Iterator[str]:
         """Say how images are prepared, and where the head comes from."""
@@ -505,9 +491,11 @@ class ImageClassification(ImageTask):
         return share_N1 * one_NK + (1 - share_N1) * other_NK
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
-        from torch.nn.functional import cross_entropy
+        return self._problem.loss(logits(outputs), target)
 
-        return cross_entropy(logits(outputs).float(), target, reduction="sum", label_smoothing=self.label_smoothing)
+    @property
+    def _problem(self) -> SingleLabel:
+        return SingleLabel(self.labels, label_smoothing=self.label_smoothing)
 
     def predictions(self, outputs: Any, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
         """Return rows of label and prediction (class numbers), and the probabilities of both.
@@ -516,15 +504,15 @@ class ImageClassification(ImageTask):
         in bf16, the first comes first, which is also the one that is predicted.
         """
         logits_NK, labels_N = logits(outputs), batch["labels"]
-        rows = evaluation_rows(logits_NK, labels_N)
-        if logits_NK.shape[-1] <= MANY_CLASSES:
+        rows = self._problem.rows(logits_NK, labels_N)
+        if logits_NK.shape[-1] <= MAX_FEW:
             return rows
         order_NK = logits_NK.argsort(dim=-1, descending=True, stable=True)
         rank_N = (order_NK == labels_N[:, None]).int().argmax(-1)
         return [{**row, "rank": rank} for row, rank in zip(rows, rank_N.tolist(), strict=True)]
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return named(rows, self.labels)
+        return self._problem.describe(rows)
 
     def caption(self, row: Mapping[str, Any]) -> str:
         return f"{row['label']}, predicted {row['prediction']} ({row['probability']:.2f})"
@@ -536,15 +524,13 @@ class ImageClassification(ImageTask):
         if self._is_bgr:
             pixels_NCHW = pixels_NCHW.flip(1)
         pixels_N3HW = pixels_NCHW.expand(-1, 3, -1, -1)
-        return list((pixels_N3HW.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy())
+        return [to_bytes(image_3HW) for image_3HW in pixels_N3HW]
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         from statistics import fmean
 
-        from hftune.tasks.problems import SingleLabel
-
         top = {"top5_accuracy": fmean(row["rank"] < TOP for row in rows)} if "rank" in rows[0] else {}
-        return {**SingleLabel(self.labels).metrics(rows), **top}
+        return {**self._problem.metrics(rows), **top}
 
     def save(self, model: nn.Module, directory: Path) -> None:
         """Write a model of transformers and its image processor for ``from_pretrained``.
@@ -558,7 +544,7 @@ class ImageClassification(ImageTask):
         super().save(model, directory)
         network = self._network(len(self.labels))
         inputs = {"mean": list(self._mean), "std": list(self._std)}
-        self._save_config({"model": network, "label_names": self.labels, **inputs}, directory)
+        save_config({"model": network, "label_names": self.labels, **inputs}, directory)
 
     def load(self, directory: Path) -> nn.Module:
         """Load the model and the class names that ``save`` wrote.
@@ -568,7 +554,7 @@ class ImageClassification(ImageTask):
         """
         if self._is_of_transformers:
             return self._load_classifier(directory)
-        config = self._saved_config(directory)
+        config = read_config(directory)
         check_same_network(config["model"], self._network(len(config["label_names"])), directory)
         self.label_names = config["label_names"]
         return super().load(directory)
@@ -601,7 +587,7 @@ class ImageClassification(ImageTask):
         images = [read_input(value, index, self._form) for index, value in enumerate(inputs)]
         batch = self.collate([{"image": image, "label": 0} for image in images])
         outputs = model(batch[self._input].to(next(model.parameters()).device))
-        return answers(logits(outputs), self.labels, probabilities)
+        return SingleLabel.answers(logits(outputs), self.labels, probabilities)
 
 
 def logits(outputs: Any) -> Tensor:

@@ -6,21 +6,22 @@ torch, datasets and Pillow are imported inside the methods, so that mistyped rec
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.config.keys import key
+from hftune.data.columns import Role
 from hftune.metrics.records import REGIONS, directions
-from hftune.tasks.images import ImageTask, check_same_network
-from hftune.tasks.validation import bound_problems
+from hftune.tasks.images import ImageTask, check_same_network, read_config, save_config, to_bytes
 
 if TYPE_CHECKING:
     import numpy as np
+    from datasets import Dataset
     from torch import Tensor, nn
 
-    from hftune.data.pictures import Pictures
+    from hftune.data.restoration_images import DamagedImages
     from hftune.models.unet import AnySize
     from hftune.task import Batch
 
@@ -38,34 +39,36 @@ class ImageRestoration(ImageTask):
     data_dir: str | None = key(None, changes="data")
     """Folder with the images of imagefolder, one subfolder per split. Without mask_column, a split's folder holds clean images.
     With it, it has a subfolder for each column (image, mask, target), whose files are matched by name."""
-    width: int = 32
+    width: int = key(32, ge=8)
     """Channels of the U-Net at full resolution, a multiple of 8. They double each time height and width are halved."""
-    depth: int = 3
+    depth: int = key(3, ge=1)
     """Number of times that the U-Net halves height and width, at least 1."""
+    image_column: str = "image"
+    """Column of the images."""
     mask_column: str | None = None
     """Column of the masks: white, or any colour at least half as bright, marks damage; transparent parts count as black. null:
     random masks, different in each epoch for training and always the same for evaluation."""
     target_column: str | None = None
     """Column of the undamaged images. null: the images are undamaged, and masked pixels are painted with fill."""
-    fill: list[int] = field(default_factory=lambda: [128, 128, 128])
+    fill: list[int] = key(lambda: [128, 128, 128], ge=0, le=255)
     """Colour (red, green, blue; 0 to 255) to paint damage with, if target_column is null."""
-    crop: int | None = 64
+    crop: int | None = key(64, ge=16)
     """Size in pixels of the random square crops to train on, at least 16. null: whole images, as in evaluation."""
     flip: bool = True
     """Whether to flip training images left to right, each with probability 1/2."""
-    mask_weight: float = 1.0
+    mask_weight: float = key(1.0, gt=0)
     """Weight in the loss of pixels inside the mask, above 0; pixels outside have weight 1."""
 
+    columns: ClassVar[Mapping[str, Role]] = {
+        "image": Role("image", usual_inputs=("file_name", "path", "file")),
+        "mask": Role("image", optional_in={"train"}),
+        "target": Role("image", optional_in={"train", "predict"}),
+    }
+    fold_rows = None
     metric_directions = directions(*(f"{metric}{region}" for region in REGIONS for metric in ("l1", "psnr", "ssim")))
 
     def validate(self) -> list[str]:
-        minimum = {"crop": 16, "width": 8, "depth": 1, "max_train_samples": 1, "max_eval_samples": 1}
-        return [
-            *self._split_problems(),
-            *bound_problems(self, minimum),
-            *self.network_problems(),
-            *self._value_problems(),
-        ]
+        return [*super().validate(), *self._value_problems()]
 
     def _value_problems(self) -> Iterator[str]:
         if self.dataset == "idx":
@@ -74,30 +77,42 @@ class ImageRestoration(ImageTask):
             yield f"task.width={self.width} must be a multiple of 8."
         if self.target_column is not None and self.mask_column is None:
             yield f"task.target_column={self.target_column} needs task.mask_column, which marks the damaged pixels."
-        if len(self.fill) != 3 or not all(0 <= value <= 255 for value in self.fill):
-            yield f"task.fill={self.fill} must be three numbers from 0 to 255: red, green and blue."
-        if not self.mask_weight > 0:
-            yield f"task.mask_weight={self.mask_weight} must be above 0."
+        if len(self.fill) != 3:
+            yield f"task.fill={self.fill} must be three numbers: red, green and blue."
 
     @property
-    def _instead_of_hub(self) -> str:
-        from hftune.data.pictures import INSTEAD
+    def _is_folder(self) -> bool:
+        return self.dataset == "imagefolder" and not self.data_files
 
-        return INSTEAD
+    def load_source(self, split: str, source_split: str) -> Dataset:
+        if not self._is_folder:
+            return super().load_source(split, source_split)
+        from hftune.data.restoration_images import load_folder
 
-    def datasets(self) -> dict[str, Pictures]:
-        """Return the splits; see ``Pictures`` for a sample."""
-        return {split: self._pictures(split, source_split) for split, source_split in self._source_splits.items()}
+        columns = [column for name in self.columns if (column := getattr(self, f"{name}_column")) is not None]
+        return load_folder(Path(str(self.data_dir)).expanduser() / source_split, f"task.data_dir={self.data_dir}", columns)
 
-    def _pictures(self, split: str, source_split: str) -> Pictures:
-        from hftune.data.pictures import load_pictures
-        from hftune.data.splits import Part
+    def check_rows(self, rows: Mapping[str, Dataset]) -> None:
+        from hftune.data.columns import check_kind
 
-        part, least = Part.of(self, split, self._counts), self.crop if split == "train" else None
-        columns = {"image": self.image_column, "mask": self.mask_column, "target": self.target_column}
-        return load_pictures(
-            *(self.dataset, self.data_dir, self.data_files, source_split, split, part, columns, least, self.dataset_commit)
-        )
+        for split, own in rows.items():
+            for column in self.read_columns.values():
+                check_kind(own, column, split, "image")
+
+    def datasets(self) -> dict[str, DamagedImages]:
+        """Return the splits; see ``DamagedImages`` for a sample."""
+        from datasets import Image
+
+        from hftune.data.restoration_images import checked_images
+
+        names = {column: field.removesuffix("_column") for field, column in self.read_columns.items()}
+        splits = {}
+        for split, rows in self.rows.items():
+            rows = rows.select_columns([*names]).rename_columns(names)
+            for name in names.values():
+                rows = rows.cast_column(name, Image(decode=False))
+            splits[split] = checked_images(rows, split, self.crop if split == "train" else None)
+        return splits
 
     def build_model(self) -> AnySize:
         from hftune.models.custom import build_network
@@ -105,11 +120,11 @@ class ImageRestoration(ImageTask):
 
         return AnySize(build_network(self.network, self.network_args) if self.network else UNet(self.width, self.depth))
 
-    def lengths(self, dataset: Pictures) -> np.ndarray | None:
+    def lengths(self, dataset: DamagedImages) -> np.ndarray | None:
         """Return the pixels of each image, or None if all are the same, as crops are."""
         return None if dataset.split == "train" and self.crop is not None else dataset.areas
 
-    def sizes(self, dataset: Pictures) -> np.ndarray | None:
+    def sizes(self, dataset: DamagedImages) -> np.ndarray | None:
         """Return height and width of each image, or None if ``lengths`` does."""
         return None if self.lengths(dataset) is None else dataset.sizes
 
@@ -119,7 +134,7 @@ class ImageRestoration(ImageTask):
     def augment(self, example: dict[str, Any], rng: np.random.RandomState) -> dict[str, Any]:
         """Crop and flip at random, image, mask and target alike, and draw a mask if the data have none."""
         from hftune.data.damage import draw_mask
-        from hftune.data.pictures import crop, flip
+        from hftune.data.restoration_images import crop, flip
 
         height, width = example["mask"].shape
         if self.mask_column is None:
@@ -138,7 +153,7 @@ class ImageRestoration(ImageTask):
         """
         import torch
 
-        from hftune.data.pictures import stack
+        from hftune.data.restoration_images import stack
 
         def channels_first(arrays: list[np.ndarray]) -> Tensor:
             values_NHWC = torch.from_numpy(stack(arrays))
@@ -219,31 +234,30 @@ class ImageRestoration(ImageTask):
         crops = f"random squares of {self.crop} x {self.crop} pixels" if self.crop else "whole images"
         multiple = getattr(model.network, "multiple", 1)
         padded = f", padded to multiples of {multiple}" if multiple > 1 else ""
-        messages = [f"Training on {crops}; evaluation on whole images{padded}."]
-        folders = Path(self.data_dir).expanduser().iterdir() if self.data_dir and not self.data_files else ()
-        splits = sorted(path.name for path in folders if path.is_dir()) or datasets["train"].rows.info.splits or ()
-        messages += [*notices.ignored_splits(self), *notices.unused_splits(self, () if self.data_files else splits)]
-        totals = {split: notices.num_rows(pictures.rows) for split, pictures in datasets.items()}
-        messages += notices.held_out(self, totals["train"][1], "images")
-        messages += notices.left_out(self._kept(totals), "images")
-        files = {split: pictures.rows["image"][:] for split, pictures in datasets.items()}
+        messages = [f"Training on {crops}; evaluation on whole images{padded}.", *self.row_notices()]
+        if self._is_folder:
+            splits = sorted(path.name for path in Path(str(self.data_dir)).expanduser().iterdir() if path.is_dir())
+        else:
+            splits = [] if self.data_files else [*(self.rows["train"].info.splits or ())]
+        messages += notices.unused_splits(self, splits)
+        files = {split: images.rows["image"][:] for split, images in datasets.items()}
         messages += notices.shared_files(files)
-        if shares := {split: fmean(pictures.marked.tolist()) for split, pictures in datasets.items() if len(pictures.marked)}:
+        if shares := {split: fmean(images.marked.tolist()) for split, images in datasets.items() if len(images.marked)}:
             marked = ", ".join(f"{share:.1%} of {split}" for split, share in shares.items())
             doubt = " Are the masks inverted? White marks damage." if max(shares.values()) > SUSPICIOUS_SHARE else ""
             messages.append(f"The masks mark, on average, {marked}.{doubt}")
-        for split, pictures in datasets.items():
-            if pictures.num_converted:
-                messages.append(f"Converted to RGB: {pictures.num_converted} of the images in the {split} split.")
+        for split, images in datasets.items():
+            if images.num_converted:
+                messages.append(f"Converted to RGB: {images.num_converted} of the images in the {split} split.")
         return messages
 
     def _network(self) -> dict[str, Any]:
-        return self._own_network() if self.network else {"width": self.width, "depth": self.depth}
+        return self.own_network() if self.network else {"width": self.width, "depth": self.depth}
 
     def save(self, model: nn.Module, directory: Path) -> None:
         """Write model.safetensors, and config.json with what is needed to build the network."""
         super().save(model, directory)
-        self._save_config(self._network(), directory)
+        save_config(self._network(), directory)
 
     def load(self, directory: Path) -> nn.Module:
         """Load the network that ``save`` wrote.
@@ -251,7 +265,7 @@ class ImageRestoration(ImageTask):
         Raises:
             ConfigError: the recipe has a different network.
         """
-        check_same_network(self._saved_config(directory), self._network(), directory)
+        check_same_network(read_config(directory), self._network(), directory)
         return super().load(directory)
 
     def input_columns(self) -> dict[str, str | None]:
@@ -265,7 +279,7 @@ class ImageRestoration(ImageTask):
         """
         from PIL import Image
 
-        from hftune.data.pictures import read_pair
+        from hftune.data.restoration_images import read_pair
 
         pairs = [read_pair(value, index) for index, value in enumerate(inputs)]
         batch = self.collate([{"image": image_HWC, "mask": mask_HW, "target": image_HWC} for image_HWC, mask_HW in pairs])
@@ -273,8 +287,3 @@ class ImageRestoration(ImageTask):
         outputs = model(**{name: value.to(device) for name, value in self.inputs(batch).items()})
         restored = [to_bytes(output_3HW) for _, _, output_3HW, _ in self._one_by_one(outputs, batch)]
         return [{"image": Image.fromarray(pixels_HWC)} for pixels_HWC in restored]
-
-
-def to_bytes(image_3HW: Tensor) -> np.ndarray:
-    """Return an image in [0, 1] as (H, W, 3) uint8, clipping values outside."""
-    return (image_3HW.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()

@@ -6,7 +6,7 @@ torch, transformers and datasets are imported inside the methods, so that mistyp
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hftune.config.keys import key
 from hftune.errors import ConfigError
 from hftune.metrics.records import directions
-from hftune.tasks.text import NO_LABEL, TextTask, count_labels, head_loss, head_losses, pieces
-from hftune.tasks.validation import bound_problems
+from hftune.tasks.text import NO_LABEL, TextTask, check_inputs, count_labels, head_loss, head_losses, pieces
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,52 +43,49 @@ class LanguageModeling(TextTask):
     llama, ...)."""
     test_split: str | None = key("test", changes="output")
     """Split of the data set on the Hub on which the best model is evaluated once, after training. null: none."""
-    max_train_samples: int | None = key(None, changes="data")
+    max_train_samples: int | None = key(None, ge=1, changes="data")
     """Number of training blocks to use, a random subset that is the same in every run. null: all."""
-    max_eval_samples: int | None = key(None, changes="output")
+    max_eval_samples: int | None = key(None, ge=1, changes="output")
     """Number of evaluation blocks to use, a random subset that is the same in every run. null: all."""
-    max_test_samples: int | None = key(None, changes="output")
+    max_test_samples: int | None = key(None, ge=1, changes="output")
     """Number of test blocks to use, a random subset that is the same in every run. null: all."""
     tokenizer: str | None = key(None, changes="model")
     """Tokenizer name on the Hub or local folder; or, for new models, one built from the training text: words (split at white
     space) or basic_english (lower-cased, punctuation split off). null: the tokenizer of the model."""
     tokenizer_revision: str | None = key(None, changes="model")
     """Commit, tag or branch of the tokenizer on the Hub. null: the newest commit."""
-    vocab_size: int | None = None
+    vocab_size: int | None = key(None, ge=3)
     """Maximum vocabulary size of words and basic_english; rarer words become <unk>. null: all words."""
     text_column: str = "text"
     """Column of the texts. Empty texts are kept as empty lines."""
-    block_length: int = 35
+    block_length: int = key(35, ge=1)
     """Tokens in a block, also known as bptt. The model sees no further back than the start of a block."""
     generation: dict[str, Any] = key(dict, changes="output")
     """Generation settings, such as max_new_tokens or temperature: fields of transformers' GenerationConfig."""
 
     texts_run_on = True
+    texts_may_be_empty = True
     fold_rows = None  # the samples are blocks
     auto_class = "AutoModelForCausalLM"
+    length_keys = ("block_length",)
     libraries = (*TextTask.libraries, "hftune.data.blocks", "hftune.models.generation", "hftune.models.transformer_lm")
     metric_directions = directions("perplexity")
     scored_head = True
     sample_fields = ("text", "perplexity")
 
     def validate(self) -> list[str]:
+        problems = super().validate()
+        if self.datasets_ and self.max_train_samples is not None:
+            problems.append(
+                f"task.max_train_samples={self.max_train_samples} and task.datasets: give the data sets smaller weights."
+            )
+        return problems
+
+    def model_problems(self) -> Iterator[str]:
         from hftune.data.files import model_folder_problems
 
-        minimum = {"block_length": 1, "vocab_size": 3, "max_train_samples": 1, "max_eval_samples": 1, "max_test_samples": 1}
-        return [
-            *self._split_problems(),
-            *self._mixture_problems(),
-            *model_folder_problems(self.model, self.model_config, example="gpt2"),
-            *self._tokenizer_problems(),
-            *bound_problems(self, minimum),
-        ]
-
-    def _mixture_problems(self) -> list[str]:
-        if not self.datasets_ or self.max_train_samples is None:
-            return []
-        return [
-            f"task.max_train_samples={self.max_train_samples} and task.datasets: give the data sets smaller weights instead."
-        ]
+        yield from model_folder_problems(self.model, self.model_config, example="gpt2")
+        yield from self._tokenizer_problems()
 
     def _tokenizer_problems(self) -> list[str]:
         from hftune.data.files import is_folder
@@ -114,14 +110,8 @@ class LanguageModeling(TextTask):
         return []
 
     @property
-    def _source_splits(self) -> dict[str, str]:
-        """Names of the splits in the data set, by split; test may be missing."""
-        splits = super()._source_splits
-        return splits if self.data_files or self.test_split is None else {**splits, "test": self.test_split}
-
-    @property
-    def _counts(self) -> dict[str, int | None]:
-        return dict.fromkeys(self._source_splits)  # max_*_samples count blocks, not rows
+    def row_counts(self) -> dict[str, int | None]:
+        return dict.fromkeys(self.source_splits)  # max_*_samples count blocks, not rows
 
     @cached_property
     def tokenizer_commit(self) -> str | None:
@@ -137,10 +127,6 @@ class LanguageModeling(TextTask):
         return super().commits() | known({"task.tokenizer": self.tokenizer_commit})
 
     @cached_property
-    def _rows(self) -> dict[str, Dataset]:
-        return self._load_rows({"task.text_column": self.text_column}, texts=[self.text_column], may_be_empty=True)
-
-    @cached_property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the model, the one that the recipe names, or one built from the training text."""
         from hftune.data.cache import cached_value
@@ -148,9 +134,9 @@ class LanguageModeling(TextTask):
         from hftune.models.pretrained import load_tokenizer
 
         if self.tokenizer in TRAINED:
-            rows, column = self._rows["train"], self.text_column
-            key = ["words", rows._fingerprint, column, self.tokenizer, self.vocab_size, version("tokenizers")]
-            words = cached_value(key, lambda: train_words(rows[column], self.tokenizer, self.vocab_size))
+            rows, column = self.rows["train"], self.text_column
+            depends_on = ["words", rows._fingerprint, column, self.tokenizer, self.vocab_size, version("tokenizers")]
+            words = cached_value(depends_on, lambda: train_words(rows[column], self.tokenizer, self.vocab_size))
             return word_tokenizer(words, self.tokenizer)
         if self.tokenizer is not None:
             return load_tokenizer(self.tokenizer, "task.tokenizer", self.tokenizer_commit)
@@ -160,11 +146,11 @@ class LanguageModeling(TextTask):
         """Return the splits as blocks of input_ids and labels, int64."""
         from hftune.data.blocks import JoinedBlocks
 
-        if self._mixed is None:
-            return {split: self._blocks(rows, split) for split, rows in self._rows.items()}
-        parts = zip(self._mixed.parts(self._rows["train"]), self._mixed.names, strict=True)
+        if self.mixed is None:
+            return {split: self._blocks(rows, split) for split, rows in self.rows.items()}
+        parts = zip(self.mixed.parts(self.rows["train"]), self.mixed.names, strict=True)
         train = JoinedBlocks([self._blocks(rows, "train", f"train ({name})") for rows, name in parts])
-        return {"train": train, **{split: self._blocks(rows, split) for split, rows in self._rows.items() if split != "train"}}
+        return {"train": train, **{split: self._blocks(rows, split) for split, rows in self.rows.items() if split != "train"}}
 
     def _blocks(self, rows: Dataset, split: str, name: str | None = None) -> Blocks:
         from hftune.data.blocks import Blocks, check_stream, token_stream
@@ -175,17 +161,17 @@ class LanguageModeling(TextTask):
         return Blocks(stream, self.block_length, counts[split])
 
     def mixture(self, dataset: Any) -> list[tuple[int, float]] | None:
-        if self._mixed is None:
+        if self.mixed is None:
             return None
-        return [(len(part), weight) for part, weight in zip(dataset.parts, self._mixed.weights, strict=True)]
+        return [(len(part), weight) for part, weight in zip(dataset.parts, self.mixed.weights, strict=True)]
 
     def build_model(self) -> PreTrainedModel:
         """Load the model, or build a new one, and set its generation config."""
-        from transformers import AutoModelForCausalLM, GenerationConfig
+        from transformers import GenerationConfig
 
         import hftune.models.transformer_lm  # noqa: F401 - registers the classes
         from hftune.models.generation import changed
-        from hftune.models.pretrained import load_config, load_model
+        from hftune.models.pretrained import load_config
 
         tokens = self.text_tokenizer
         begin = tokens.eos_token_id if tokens.bos_token_id is None else tokens.bos_token_id
@@ -193,28 +179,21 @@ class LanguageModeling(TextTask):
         # No pad_token_id: here it is the end token, whose embedding some models would then keep at 0.
         fresh = {"vocab_size": len(tokens), **ends} if self.model is None else {}
         config = load_config(self.model, {**self.model_config, **fresh}, self.model_commit)
-        self._check_config(config)
-        model = load_model(AutoModelForCausalLM, self.model, config, self.model_commit)
+        if config.get_text_config().vocab_size < len(tokens):
+            raise ConfigError(
+                f"The tokenizer has {len(tokens)} tokens, but task.model={self.model} has only "
+                f"{config.get_text_config().vocab_size}. Set task.tokenizer=null to use the model's own tokenizer."
+            )
+        model = self.load_model(config)
         model.generation_config = changed(GenerationConfig(**ends, pad_token_id=tokens.pad_token_id), self.generation)
         return model
-
-    def _check_config(self, config: Any) -> None:
-        config = config.get_text_config()
-        positions = getattr(config, "max_position_embeddings", None)
-        if positions is not None and positions < self.block_length:
-            raise ConfigError(f"task.block_length={self.block_length} exceeds the model's {positions} positions. Lower it.")
-        if config.vocab_size < len(self.text_tokenizer):
-            raise ConfigError(
-                f"The tokenizer has {len(self.text_tokenizer)} tokens, but task.model={self.model} has only "
-                f"{config.vocab_size}. Set task.tokenizer=null to use the model's own tokenizer."
-            )
 
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
         from hftune.data import notices
 
-        messages = [*notices.ignored_splits(self), *notices.held_out(self, notices.num_rows(self._rows["train"])[1])]
-        if self._mixed is not None:
-            messages += notices.mixed(self._mixed, [*map(len, datasets["train"].parts)], "blocks")
+        messages = [*notices.ignored_splits(self), *notices.held_out(self, notices.num_rows(self.rows["train"])[1])]
+        if self.mixed is not None:
+            messages += notices.mixed(self.mixed, [*map(len, datasets["train"].parts)], "blocks")
         messages += notices.left_out({split: (len(blocks), blocks.total) for split, blocks in datasets.items()}, "blocks")
         inputs = {split: (block["input_ids"] for block in blocks) for split, blocks in datasets.items()}
         return [*messages, *notices.shared(inputs, "blocks"), *self._unknown_words(datasets)]
@@ -285,13 +264,11 @@ class LanguageModeling(TextTask):
         return model
 
     def example_inputs(self) -> list[str]:
-        texts = (text.strip() for text in self._rows.get("eval", self._rows["train"])[self.text_column])
+        texts = (text.strip() for text in self.rows.get("eval", self.rows["train"])[self.text_column])
         return [" ".join(text.split()[:8]) for text in texts if len(text.split()) > 8][:2]
 
     def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Return each text's continuation (``generated``), and its own ``perplexity``, None for a text of a single token."""
-        from hftune.data.rows import check_inputs
-
         check_inputs(inputs)
         return [self._continue(model, text) for text in inputs]
 

@@ -1,7 +1,7 @@
-"""What differs between the kinds of text classification, by transformers' names: loss, items, evaluation rows and metrics.
+"""What is predicted of a sample, by transformers' names: a class, several labels or a number; with loss, rows and metrics.
 
 torch and scikit-learn are imported inside the methods, so that mistyped recipes are refused without waiting for them.
-Shape suffixes: N texts, K classes or labels.
+Shape suffixes: N samples, K classes or labels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.errors import ConfigError
 from hftune.metrics import records
-from hftune.tasks.classification import answers, evaluation_rows, named
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,12 +19,12 @@ if TYPE_CHECKING:
     from hftune.task import Direction
 
 THRESHOLD = 0.5
-"""Probability from which a text is said to have a label, if it can have several."""
+"""Probability from which a sample is predicted to have a label, if it can have several."""
 
 
 @dataclass(frozen=True)
 class SingleLabel:
-    """Each text has one of K classes. The loss is cross-entropy; an item is a text, or, with weights, the weight of its class.
+    """Each sample has one of K classes. The loss is cross-entropy; an item is a sample, or, with weights, its class's weight.
 
     So a weighted loss is divided by the sum of the weights of the global batch, as torch's CrossEntropyLoss divides by that of
     its batch.
@@ -59,11 +58,29 @@ class SingleLabel:
         return float(torch.tensor(self.weights, dtype=torch.float64)[labels_N.cpu()].sum())
 
     def rows(self, logits_NK: Tensor, labels_N: Tensor) -> list[dict[str, Any]]:
-        """Return rows of label and prediction (class numbers), and the probabilities of both."""
-        return evaluation_rows(logits_NK, labels_N)
+        """Return rows of label and prediction (class numbers), the probabilities of both and the loss, rounded to 6 digits."""
+        probability_N = logits_NK.float().softmax(-1).gather(-1, labels_N[:, None]).squeeze(-1)
+        loss_N = logits_NK.float().log_softmax(-1).gather(-1, labels_N[:, None]).squeeze(-1).abs()  # no -0.0
+        columns = zip(labels_N.tolist(), _most_probable(logits_NK), probability_N.tolist(), loss_N.tolist(), strict=True)
+        return [
+            {
+                **{"label": label, "prediction": prediction, "probability": probability},
+                **{"label_probability": round(of_label, 6), "loss": round(loss, 6)},
+            }
+            for label, (prediction, probability), of_label, loss in columns
+        ]
 
     def describe(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        return named(rows, self.labels)
+        """Return names instead of class numbers. The error is the probability that the label did not get."""
+        return [
+            {
+                **row,
+                "label": self.labels[row["label"]],
+                "prediction": self.labels[row["prediction"]],
+                "error": round(1 - row["label_probability"], 6),
+            }
+            for row in rows
+        ]
 
     def metrics(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         from hftune.metrics.classification import class_metrics
@@ -72,18 +89,24 @@ class SingleLabel:
         return class_metrics(labels, predictions, self.labels, self.ordinal)
 
     @staticmethod
-    def answers(logits_NK: Tensor, labels: Mapping[int, str], probabilities: bool = False) -> list[dict[str, Any]]:
-        """Return the most probable label of each text, by name, and its probability; on demand those of all labels."""
-        return answers(logits_NK, [labels[number] for number in range(len(labels))], probabilities)
+    def answers(logits_NK: Tensor, names: Sequence[str], probabilities: bool = False) -> list[dict[str, Any]]:
+        """Return the most probable label of each sample, by name, and its probability; on demand those of all labels."""
+        rows: list[dict[str, Any]] = [
+            {"label": names[label], "probability": probability} for label, probability in _most_probable(logits_NK)
+        ]
+        if probabilities:
+            for row, values in zip(rows, logits_NK.float().softmax(-1).tolist(), strict=True):
+                row["probabilities"] = _by_name(names, values)
+        return rows
 
 
 @dataclass(frozen=True)
 class MultiLabel:
-    """Each text has any of K labels. The loss is binary cross-entropy; an item is a text's answer to one label."""
+    """Each sample has any of K labels. The loss is binary cross-entropy; an item is a sample's answer to one label."""
 
     labels: Sequence[str] = ()
     weights: Sequence[float] | None = None
-    """By label, of the texts that have it: torch's pos_weight."""
+    """By label, of the samples that have it: torch's pos_weight."""
     focal_gamma: float = 0.0
 
     directions: ClassVar[Mapping[str, Direction | None]] = records.directions("macro_f1", "micro_f1", "auroc", "exact_match")
@@ -134,9 +157,8 @@ class MultiLabel:
         return multi_label_metrics(labels, said, probabilities, self.labels)
 
     @staticmethod
-    def answers(logits_NK: Tensor, labels: Mapping[int, str], probabilities: bool = True) -> list[dict[str, Any]]:
-        """Return each text's labels, by name, and the probabilities of all labels."""
-        names = [labels[number] for number in range(len(labels))]
+    def answers(logits_NK: Tensor, names: Sequence[str], probabilities: bool = True) -> list[dict[str, Any]]:
+        """Return each sample's labels, by name, and the probabilities of all labels."""
         return [
             {
                 "labels": [name for name, value in zip(names, row, strict=True) if value >= THRESHOLD],  # before it is rounded
@@ -148,7 +170,7 @@ class MultiLabel:
 
 @dataclass(frozen=True)
 class Regression:
-    """Each text has a number. The loss is the squared error; an item is a text."""
+    """Each sample has a number. The loss is the squared error; an item is a sample."""
 
     labels: ClassVar[None] = None
     directions: ClassVar[Mapping[str, Direction | None]] = records.directions("rmse", "mae", "pearson", "spearman")
@@ -179,8 +201,8 @@ class Regression:
         return regression_metrics([row["prediction"] for row in rows], [row["label"] for row in rows])
 
     @staticmethod
-    def answers(logits_N1: Tensor, labels: Mapping[int, str], probabilities: bool = False) -> list[dict[str, Any]]:
-        """Return each text's number.
+    def answers(logits_N1: Tensor, names: Sequence[str], probabilities: bool = False) -> list[dict[str, Any]]:
+        """Return each sample's number.
 
         Raises:
             ConfigError: probabilities are asked for.
@@ -207,6 +229,12 @@ def _focal(wrong: Tensor, gamma: float) -> Tensor:
     import torch
 
     return wrong.clamp_min(torch.finfo(wrong.dtype).tiny) ** gamma
+
+
+def _most_probable(logits_NK: Tensor) -> list[tuple[int, float]]:
+    """Return each sample's most probable class number and its probability, rounded to 6 digits."""
+    probability_N, class_N = logits_NK.float().softmax(-1).max(-1)
+    return [(label, round(probability, 6)) for label, probability in zip(class_N.tolist(), probability_N.tolist(), strict=True)]
 
 
 def _by_name(names: Sequence[str], probabilities: Sequence[float]) -> dict[str, float]:

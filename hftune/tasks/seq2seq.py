@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from hftune.config.keys import key
+from hftune.data.columns import TEXTS, Role
 from hftune.errors import ConfigError, DataError, did_you_mean
 from hftune.metrics.records import directions, rouge_names
-from hftune.tasks.source_to_target import SourceToTarget
-from hftune.tasks.text import NO_LABEL
+from hftune.tasks.text import MAX_SHOWN, NO_LABEL, TextTask, check_inputs, count_labels, head_loss, pieces
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,6 +40,150 @@ HAN_OR_KANA = "[\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff]"
 
 
 @dataclass
+class SourceToTarget(TextTask):
+    """Base of tasks that write a target text for a source text. An item is a token of the target, its end token included.
+
+    Samples have the tokens of both texts, ``source`` and ``target_name``, and ``index``, their row. Texts are generated from
+    the cache of the forward pass that computes the loss, so that an evaluation reads each source once.
+    """
+
+    source_column: str | None = None
+    """Column of the source texts."""
+    target_column: str | None = None
+    """Column of the target texts."""
+    max_source_length: int = key(512, ge=3)
+    """Maximum length of a source in tokens; longer sources are truncated at the end."""
+    max_target_length: int = key(128, ge=2)
+    """Maximum length of a target in tokens, for references and generated texts."""
+    generation: dict[str, Any] = key(dict, changes="output")
+    """Generation settings, such as num_beams or length_penalty: fields of transformers' GenerationConfig."""
+
+    target_name: ClassVar[str] = "target"
+    """Name of a target in samples and in the rows of an evaluation."""
+    source_shown: ClassVar[int] = MAX_SHOWN
+    """Characters of a source in the rows of an evaluation."""
+    libraries = (*TextTask.libraries, "hftune.models.generation")
+    scored_head = True
+    columns: ClassVar[Mapping[str, Role]] = {
+        "source": Role("text", SOURCES, usual_inputs=TEXTS),
+        "target": Role("text", TARGETS, optional_in={"predict"}),
+    }
+    length_keys = ("max_source_length", "max_target_length")
+
+    def validate(self) -> list[str]:
+        count = self.generation.get("num_return_sequences")
+        problems = super().validate()
+        if count not in (None, 1):
+            problems.append(f"task.generation.num_return_sequences={count} must be 1: each source has one target.")
+        if self.source_column is not None and self.source_column == self.target_column:
+            problems.append(
+                f"task.source_column and task.target_column are both {self.source_column}. Name the column of the targets."
+            )
+        return problems
+
+    def source_ids(self, texts: Sequence[str]) -> tuple[list[list[int]], list[bool]]:
+        """Return the tokens of each source as the model reads them, and whether they were truncated."""
+        from hftune.data.tokenized import to_ids
+
+        return to_ids(texts, self.text_tokenizer, self.max_source_length)
+
+    def targets(self, split: str) -> Mapping[str, np.ndarray]:
+        import numpy as np
+
+        count = len(self.rows[split])
+        return {"index": np.arange(count), "split": np.full(count, SPLITS.index(split))}
+
+    def empty_target(self) -> dict[str, Any]:
+        """Return what a sample has besides its source and index, with a target without words."""
+        raise NotImplementedError
+
+    def prompt(self, batch: Batch) -> dict[str, Tensor]:
+        """Return what ``model.generate`` is given of a batch: the sources, and what else a target begins with."""
+        raise NotImplementedError
+
+    def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
+        from hftune.data.tokenized import cut_notices
+
+        limit = f"task.max_source_length={self.max_source_length}"
+        sources = cut_notices(datasets, "source_cut", f"Sources longer than {limit} tokens")
+        limit, what = f"task.max_target_length={self.max_target_length}", f"{self.target_name.capitalize()}s"
+        targets = cut_notices(datasets, f"{self.target_name}_cut", f"{what} longer than {limit} tokens")
+        return [*super().notices(datasets, model), *sources, *targets]
+
+    def lengths(self, dataset: Any) -> np.ndarray:
+        """Return the tokens that the model reads of each sample, source and target together."""
+        return self.sizes(dataset).sum(1, dtype="int32")
+
+    def sizes(self, dataset: Any) -> np.ndarray:
+        """Return the tokens of source and target, (N, 2), which ``collate`` pads independently."""
+        import numpy as np
+
+        from hftune.data.tokenized import lengths_of
+
+        return np.stack([lengths_of(dataset, "source"), lengths_of(dataset, self.target_name)], axis=1)
+
+    def evaluation_inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return ``inputs``, and keep the cache: texts are generated from it, so that sources are read once."""
+        return {**self.inputs(batch), "use_cache": True}
+
+    def loss(self, outputs: Any, target: Tensor) -> Tensor:
+        return head_loss(outputs, target)
+
+    def marked(self, example: Mapping[str, Any]) -> list[tuple[str, bool]]:
+        source, target = (list(map(int, example[name])) for name in ("source", self.target_name))
+        return pieces(self.text_tokenizer, source + target, [False] * len(source) + [True] * len(target))
+
+    def num_items(self, target: Tensor) -> int:
+        return count_labels(target)
+
+    def set_generation(self, config: GenerationConfig) -> GenerationConfig:
+        """Change generation settings, in place, as the recipe says.
+
+        Raises:
+            ConfigError: task.generation has an unknown key, or values that cannot be used together.
+        """
+        from hftune.models.generation import changed, tidy
+
+        return changed(tidy(config, self.generation), {"max_new_tokens": self.max_target_length, **self.generation})
+
+    @property
+    def rows_per_sample(self) -> int:
+        return int(self.generation.get("num_beams") or 1)
+
+    def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
+        """Generate texts. Return rows of the target in the data, generated, and source (its beginning)."""
+        rows = self.rows[SPLITS[int(batch["split"][0])] if "split" in batch else "eval"][batch["index"].tolist()]
+        sources, targets = (rows[self.read_columns[f"{name}_column"]] for name in ("source", "target"))
+        columns = zip(targets, self._generate(outputs, model, batch), sources, strict=True)
+        return [
+            {self.target_name: target, "generated": text, "source": source[: self.source_shown]}
+            for target, text, source in columns
+        ]
+
+    def _generate(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[str]:
+        """Generate texts, going on from what the model returned for ``evaluation_inputs``, whose cache this uses up."""
+        from hftune.models.generation import continued
+
+        prompt = self.prompt(batch)
+        ids = model.generate(**prompt, **continued(outputs, batch["labels"].shape[1], model.generation_config))
+        if not model.config.is_encoder_decoder:
+            ids = ids[:, prompt["input_ids"].shape[1] :]
+        return self.text_tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+    def example_inputs(self) -> list[str]:
+        return self.some_rows()[self.read_columns["source_column"]]
+
+    def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
+        """Return a row for each text, whose ``generated`` is its target."""
+        check_inputs(inputs)
+        sources, _ = self.source_ids(inputs)
+        batch = self.collate([{**self.empty_target(), "source": ids, "index": 0} for ids in sources])
+        batch = {name: value.to(model.device) for name, value in batch.items()}
+        outputs = model(**self.evaluation_inputs(batch))
+        return [{"generated": text} for text in self._generate(outputs, model, batch)]
+
+
+@dataclass
 class Seq2Seq(SourceToTarget):
     """Write a target text for a source text. The loss is cross-entropy; an item is a token of the target, its end included."""
 
@@ -61,7 +204,7 @@ class Seq2Seq(SourceToTarget):
     language: str = "en"
     """Language of the targets (ISO 639-1), by which metrics cut words. en: stemmed words for ROUGE; zh: characters and jieba's
     words; others: words as they are, or characters in scripts without spaces."""
-    scores: list[str] = key(lambda: ["rouge"], changes="output")
+    scores: list[str] = key(lambda: ["rouge"], choices=SCORES, changes="output")
     """Metrics of the generated texts: rouge (in [0, 1]), bleu (sacreBLEU) and chrf (both 0 to 100)."""
 
     auto_class = "AutoModelForSeq2SeqLM"
@@ -74,10 +217,7 @@ class Seq2Seq(SourceToTarget):
         return directions(*names, "exact_match", "mean_length", "empty_share")
 
     def validate(self) -> list[str]:
-        problems = [*super().validate()]
-        for score in self.scores:
-            if score not in SCORES:
-                problems.append(f"task.scores={score} is not one of {', '.join(SCORES)}.{did_you_mean(score, SCORES)}")
+        problems = super().validate()
         if (self.source_language is None) != (self.target_language is None):
             missing = "source" if self.source_language is None else "target"
             problems.append(f"task.{missing}_language is missing: set both languages or none.")
@@ -86,37 +226,22 @@ class Seq2Seq(SourceToTarget):
         return problems
 
     @cached_property
-    def _mixed(self) -> Mixture | None:
-        mixed = super()._mixed
+    def mixed(self) -> Mixture | None:
+        mixed = super().mixed
         return None if mixed is None else replace(mixed, sources=[_flat(rows) for rows in mixed.sources])
 
-    @cached_property
-    def _unchecked(self) -> dict[str, Dataset]:
-        return {split: _flat(rows) for split, rows in self._load_rows({}, []).items()}
-
-    def columns(self, rows: Dataset) -> dict[str, str]:
-        from hftune.data.columns import choose, is_text
-
-        given = [column for column in (self.source_column, self.target_column) if column is not None]
-        source = choose("task.source_column", self.source_column, rows, is_text, SOURCES, taken=[*given, *TARGETS])
-        target = choose("task.target_column", self.target_column, rows, is_text, TARGETS, taken=[*given, source])
-        if source == target:
-            raise DataError(f"task.source_column and task.target_column are both {source}. Name the column of the targets.")
-        return {"source_column": source, "target_column": target}
+    def load_source(self, split: str, source_split: str) -> Dataset:
+        return _flat(super().load_source(split, source_split))
 
     @cached_property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the model, or, for a new model, a byte-level one trained on the training texts."""
-        from hftune.data.byte_tokenizer import byte_tokenizer, train_bytes
-        from hftune.data.cache import cached_value
-        from hftune.models.pretrained import load_tokenizer
+        return self._for_languages(super().text_tokenizer)
 
-        if self.model is not None:
-            return self._for_languages(load_tokenizer(self.model, commit=self.model_commit))
-        key = ["bytes", self._rows["train"]._fingerprint, self._text_columns, self.vocab_size, version("tokenizers")]
-        return self._for_languages(
-            byte_tokenizer(cached_value(key, lambda: train_bytes(self.training_texts(), self.vocab_size)))
-        )
+    def new_tokenizer(self, cached: Callable[[Callable[[], Any]], Any]) -> PreTrainedTokenizerBase:
+        """Return a byte-level tokenizer trained on the training texts."""
+        from hftune.data.byte_tokenizer import byte_tokenizer, train_bytes
+
+        return byte_tokenizer(cached(lambda: train_bytes(self.training_texts(), self.vocab_size)))
 
     def _for_languages(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
         """Set the languages of a tokenizer that has some.
@@ -146,7 +271,7 @@ class Seq2Seq(SourceToTarget):
 
     def datasets(self) -> Mapping[str, Any]:
         """Return the tokenized splits: source, target (tokens), source_cut, target_cut (bool), index (of the row) and split."""
-        _ = self._named_config  # refuses a model that is no encoder-decoder before the data are read
+        _ = self.named_config  # refuses a model that is no encoder-decoder before the data are read
         self._check_language()
         return super().datasets()
 
@@ -155,7 +280,7 @@ class Seq2Seq(SourceToTarget):
 
         ROUGE for English sees a to z and digits only, and BLEU takes a Chinese or Japanese sentence for a single word.
         """
-        targets = self._rows.get("eval", self._rows["train"])[:1000][self._target]
+        targets = self.rows.get("eval", self.rows["train"])[:1000][self.read_columns["target_column"]]
         letters = [letter for text in targets for letter in text if letter.isalpha()]
         if "rouge" in self.scores and self.language == "en":
             is_seen = any(re.search("[A-Za-z0-9]", text) for text in targets)
@@ -190,22 +315,16 @@ class Seq2Seq(SourceToTarget):
         def as_targets(texts: list[str], **settings: Any) -> Any:
             return self.text_tokenizer(text_target=texts, **settings)
 
-        sources, source_cut = self.source_ids(rows[self._source])
-        targets, target_cut = to_ids(rows[self._target], as_targets, self.max_target_length)
+        sources, source_cut = self.source_ids(rows[self.read_columns["source_column"]])
+        targets, target_cut = to_ids(rows[self.read_columns["target_column"]], as_targets, self.max_target_length)
         return {"source": sources, "target": targets, "source_cut": source_cut, "target_cut": target_cut}
 
     def encoded_by(self) -> Any:
         languages = (self.source_language, self.target_language)
         return [self.prefix, *languages, self.max_source_length, self.max_target_length]
 
-    def targets(self, split: str) -> Mapping[str, np.ndarray]:
-        import numpy as np
-
-        count = len(self._rows[split])
-        return {"index": np.arange(count), "split": np.full(count, SPLITS.index(split))}
-
     @cached_property
-    def _named_config(self) -> PreTrainedConfig:
+    def named_config(self) -> PreTrainedConfig:
         """The config of the model that the recipe names, or of the new model, without the tokenizer's tokens.
 
         Raises:
@@ -213,9 +332,7 @@ class Seq2Seq(SourceToTarget):
         """
         from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
-        from hftune.models.pretrained import load_config
-
-        config = load_config(self.model, self.model_config, self.model_commit)
+        config = super().named_config
         if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING or not config.is_encoder_decoder:
             key = "task.model_config.model_type" if self.model is None else f"task.model={self.model}"
             raise ConfigError(
@@ -227,9 +344,9 @@ class Seq2Seq(SourceToTarget):
     @cached_property
     def _config(self) -> PreTrainedConfig:
         """The config of the model, with the token that starts a target."""
-        config = self._new_config() if self.model is None else deepcopy(self._named_config)
+        config = self._new_config() if self.model is None else deepcopy(self.named_config)
         given = (self.generation.get("decoder_start_token_id"), self._start_of_language)
-        known = (getattr(config, "decoder_start_token_id", None), self._own_generation.decoder_start_token_id)
+        known = (getattr(config, "decoder_start_token_id", None), self.own_generation.decoder_start_token_id)
         config.decoder_start_token_id = next((token for token in (*given, *known) if token is not None), None)
         if config.decoder_start_token_id is None:
             raise ConfigError(
@@ -245,7 +362,7 @@ class Seq2Seq(SourceToTarget):
         pad, end = tokens.pad_token_id, tokens.eos_token_id
         special = {"pad_token_id": pad, "bos_token_id": pad, "eos_token_id": end}
         special |= {"decoder_start_token_id": pad, "forced_eos_token_id": end}
-        known = {name: token for name, token in special.items() if hasattr(self._named_config, name)}
+        known = {name: token for name, token in special.items() if hasattr(self.named_config, name)}
         config = load_config(None, {**self.model_config, **known, "vocab_size": len(tokens)})
         config.decoder_start_token_id = pad  # which T5's config has no field for
         return config
@@ -267,30 +384,14 @@ class Seq2Seq(SourceToTarget):
         return None if is_first else code
 
     @cached_property
-    def _own_generation(self) -> GenerationConfig:
-        """The generation settings that come with the model; none for a new one."""
-        from transformers import GenerationConfig
-
-        from hftune.models.generation import own_generation
-
-        if self.model is None:
-            tokens = self.text_tokenizer
-            return GenerationConfig(pad_token_id=tokens.pad_token_id, eos_token_id=tokens.eos_token_id)
-        return own_generation(self.model, self.model_commit, self._named_config)
-
-    @cached_property
     def _generation_config(self) -> GenerationConfig:
-        """The model's own settings, changed by the recipe's.
-
-        Raises:
-            ConfigError: task.generation has an unknown key, or values that cannot be used together.
-        """
-        config = deepcopy(self._own_generation)
+        """The model's own settings, changed by the recipe's."""
+        config = deepcopy(self.own_generation)
         config.update(decoder_start_token_id=self._config.decoder_start_token_id, max_length=None)
         code, is_first = self._language_token
         if is_first:
             config.update(forced_bos_token_id=code)
-        return self._set_generation(config)
+        return self.set_generation(config)
 
     @property
     def rows_per_sample(self) -> int:
@@ -298,13 +399,8 @@ class Seq2Seq(SourceToTarget):
 
     def build_model(self) -> PreTrainedModel:
         """Load the model, or build a new one, and set its generation config."""
-        from transformers import AutoModelForSeq2SeqLM
-
-        from hftune.models.pretrained import load_model
-
         generation = self._generation_config
-        model = load_model(AutoModelForSeq2SeqLM, self.model, self._config, self.model_commit)
-        self._check_positions(model)
+        model = self.load_model(self._config)
         model.generation_config = generation
         return model
 
@@ -313,7 +409,7 @@ class Seq2Seq(SourceToTarget):
         own = {key: value for key, value in own.items() if key not in self.generation}
         settings = ", ".join(f"{key}={value}" for key, value in own.items())
         said = [f"Texts are generated with the model's own {settings}; task.generation changes that."] if settings else []
-        return super().notices(datasets, model) + self._cut_notices(datasets, "Targets") + said
+        return super().notices(datasets, model) + said
 
     @cached_property
     def _shift(self) -> Callable[[Tensor], Tensor]:
@@ -345,9 +441,6 @@ class Seq2Seq(SourceToTarget):
         labels_NT = ragged(examples, "target").padded(NO_LABEL)[0]
         batch = {"input_ids": ids_NS, "attention_mask": mask_NS, "decoder_input_ids": self._shift(labels_NT.clone())}
         return {**batch, "labels": labels_NT, "index": values(examples, "index"), "split": values(examples, "split")}
-
-    def split_of(self, batch: Batch) -> str:
-        return SPLITS[int(batch["split"][0])]
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         names = ("input_ids", "attention_mask", "decoder_input_ids")
@@ -394,7 +487,7 @@ class Seq2Seq(SourceToTarget):
         model = super().load(directory)
         self.text_tokenizer = self._for_languages(self.text_tokenizer)
         self._config = model.config
-        self._generation_config = self._set_generation(model.generation_config)  # the recipe's may have changed since
+        self._generation_config = self.set_generation(model.generation_config)  # the recipe's may have changed since
         return model
 
 

@@ -6,16 +6,16 @@ torch, transformers and datasets are imported inside the methods, so that mistyp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from hftune.config.keys import key
+from hftune.data.columns import LABELS, TEXTS, Role, is_label, is_list, is_number
 from hftune.errors import DataError, did_you_mean, format_value
 from hftune.metrics.records import directions
-from hftune.tasks.classification import count_classes
 from hftune.tasks.problems import PROBLEMS, MultiLabel, Problem, Regression, SingleLabel
-from hftune.tasks.text import TextTask, beginning
+from hftune.tasks.text import TextTask, beginning, check_inputs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from hftune.data.labels import Classes
     from hftune.task import Batch, Direction
 
 BALANCED = "balanced"
@@ -37,8 +38,8 @@ class SequenceClassification(TextTask):
     model: str | None = key("google-bert/bert-base-cased", changes="model")
     """Model name on the Hub (owner/name) or local folder. null: a new model built from model_config, with a WordPiece tokenizer
     trained on the texts."""
-    eval_split: str = key("test", changes="output")
-    """Split of the data set on the Hub to evaluate on."""
+    eval_split: str | None = key("test", changes="output")
+    """Split of the data set to evaluate on while training, and to choose the best model by."""
     problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] | None = None
     """What is predicted, in transformers' terms: one class of each text, any number of labels, or a number. null: by the label
     column, which holds classes, lists or decimal numbers."""
@@ -61,19 +62,19 @@ class SequenceClassification(TextTask):
     """Weight of each class in the loss: balanced, so that all classes count the same in total, or a mapping such as {spam: 5},
     where classes that are not named have 1. A text counts as many items as the weight of its class. With several labels per
     text, the weight of the texts that have a label. null: 1."""
-    label_smoothing: float = key(0.0, changes="forward backward")
+    label_smoothing: float = key(0.0, ge=0, lt=1, changes="forward backward")
     """Share of each target that is spread over all classes, from 0 to below 1."""
-    focal_gamma: float = key(0.0, changes="forward backward")
+    focal_gamma: float = key(0.0, ge=0, changes="forward backward")
     """Exponent of the focal loss: each cross-entropy is multiplied by (1 - p) ** focal_gamma, where p is the probability of the
     true answer, so that what is easy counts less. 2 is usual; 0 is cross-entropy."""
-    max_length: int = 512
+    max_length: int = key(512, ge=3)
     """Maximum length of a text, or of a pair together, in tokens; longer texts are truncated at the end."""
 
     auto_class = "AutoModelForSequenceClassification"
 
     @property
     def metric_directions(self) -> dict[str, Direction | None]:  # type: ignore[override]  # depends on the kind
-        if self.problem_type is None and "_rows" not in vars(self):  # any kind, which only the data tell
+        if self.problem_type is None and "rows" not in vars(self):  # any kind, which only the data tell
             return {name: direction for kind in PROBLEMS.values() for name, direction in kind.directions.items()}
         return {**PROBLEMS[self.kind].directions, **directions(*(("mae",) if self.ordinal else ()))}
 
@@ -106,10 +107,6 @@ class SequenceClassification(TextTask):
                 f"task.class_weights={format_value(weights)} is neither balanced nor a mapping from class names to weights, "
                 "such as {spam: 5}."
             )
-        if not 0 <= self.label_smoothing < 1:
-            yield f"task.label_smoothing={self.label_smoothing} must be at least 0 and below 1."
-        if not 0 <= self.focal_gamma < float("inf"):
-            yield f"task.focal_gamma={self.focal_gamma} must not be negative."
         if self.label_smoothing and self.focal_gamma:
             yield "task.label_smoothing and task.focal_gamma contradict each other. Set one of them to 0."
         if kind is not None and kind != "single_label_classification":
@@ -126,53 +123,30 @@ class SequenceClassification(TextTask):
                 if value := getattr(self, key):
                     yield f"task.{key}={format_value(value)} is for classes, not for task.problem_type={kind}. Leave it out."
 
-    def columns(self, rows: Dataset) -> dict[str, str]:
-        from hftune.data.columns import LABELS, TEXTS, choose, is_text
-
-        if self.text_columns is None:
-            texts = {"text_column": choose("task.text_column", self.text_column, rows, is_text, TEXTS)}
-        else:
-            texts = {f"text_columns[{index}]": column for index, column in enumerate(self.text_columns)}
-        if self.label_columns is not None:
-            return texts | {f"label_columns[{index}]": column for index, column in enumerate(self.label_columns)}
-        taken = [*texts.values()]
-        label = choose("task.label_column", self.label_column, rows, self._may_hold_labels, LABELS, taken)
-        return {**texts, "label_column": label}
+    @property
+    def columns(self) -> dict[str, Role]:  # type: ignore[override]  # depends on the kind
+        kinds = {
+            "single_label_classification": "label",
+            "multi_label_classification": "list of labels",
+            "regression": "number",
+            None: "label, number or list of labels",
+        }
+        return {"text": Role("text", TEXTS), "label": Role(kinds[self.problem_type], LABELS, optional_in={"predict"})}
 
     def stratify_by(self, rows: Dataset) -> str | None:
-        from hftune.data.columns import is_label
-
-        column = self.columns(rows).get("label_column")
-        has_classes = self.problem_type in (None, "single_label_classification")
-        return column if column is not None and has_classes and is_label(rows.features[column]) else None
-
-    def _may_hold_labels(self, kind: Any) -> bool:
-        from hftune.data.columns import is_label, is_list, is_number
-
-        return {
-            "single_label_classification": is_label(kind),
-            "multi_label_classification": is_list(kind, is_label),
-            "regression": is_number(kind),
-            None: is_label(kind) or is_number(kind) or is_list(kind, is_label),
-        }[self.problem_type]
-
-    @property
-    def _text_columns(self) -> list[str]:
-        return [column for key, column in self._columns.items() if key.startswith("text_column")]
+        return super().stratify_by(rows) if self.problem_type in (None, "single_label_classification") else None
 
     @property
     def _label(self) -> str:
         """Column of the labels."""
-        return self._columns["label_column"]
+        return self.read_columns["label_column"]
 
     @cached_property
     def kind(self) -> str:
         """What is predicted: ``problem_type``, or what the labels look like."""
-        from hftune.data.columns import is_label, is_list, is_number
-
         if self.problem_type is not None:
             return self.problem_type
-        feature = None if self.label_columns else self._rows["train"].features[self._label]
+        feature = None if self.label_columns else self.rows["train"].features[self._label]
         if feature is None or is_list(feature):
             kind = "multi_label_classification"
         else:
@@ -184,61 +158,45 @@ class SequenceClassification(TextTask):
         return kind
 
     @cached_property
-    def labels(self) -> list[str] | None:  # type: ignore[override]  # known only with the data
-        """Class names in the order of the class numbers; None for regression."""
+    def _classes(self) -> Classes:
         from hftune.data.cache import cached_value
-        from hftune.data.labels import class_names
-
-        if self.kind == "regression":
-            return None
-        if names := self.label_names or self.label_columns or self._data_label_names:
-            return list(names)
+        from hftune.data.labels import Classes, class_names, names_of
 
         def find() -> list[str]:
-            labels, indices = self._raw_labels("train")
-            elsewhere = [label for split in self._rows if split != "train" for label in self._raw_labels(split)[0]]
-            row_of = self._row_of("train")
-            return class_names(labels, "train", lambda place: row_of(indices[place]), self.ordinal, elsewhere)
+            labels, row_of = self._raw_labels("train")
+            elsewhere = [label for split in self.rows if split != "train" for label in self._raw_labels(split)[0]]
+            return class_names(labels, "train", row_of, self.ordinal, elsewhere)
 
-        splits = [rows._fingerprint for rows in self._rows.values()]
-        return cached_value(["class names", splits, self._label, self.kind, self.ordinal], find)
-
-    @property
-    def _are_labels(self) -> bool:
-        """Whether the class names are the labels themselves, because nothing names the classes."""
-        return not (self.label_names or self.label_columns or self._data_label_names)
-
-    @property
-    def _data_label_names(self) -> list[str] | None:
         if self.label_columns:
-            return None
-        from hftune.data.labels import names_of
+            return Classes(self.label_columns, None, are_labels=False)
+        feature = self.rows["train"].features[self._label]
+        depends_on = ["class names", [rows._fingerprint for rows in self.rows.values()], self._label, self.kind, self.ordinal]
+        return Classes.of(
+            self.label_names, names_of(getattr(feature, "feature", feature)), lambda: cached_value(depends_on, find)
+        )
 
-        feature = self._rows["train"].features[self._label]
-        return names_of(getattr(feature, "feature", feature))
+    @property
+    def labels(self) -> Sequence[str] | None:  # type: ignore[override]  # known only with the data
+        """Class names in the order of the class numbers; None for regression."""
+        return None if self.kind == "regression" else self.label_names or self._classes.names
 
-    def _raw_labels(self, split: str) -> tuple[list[Any], list[int]]:
-        """Return the labels as they are in the data, those of lists one after the other, and the index of the row of each."""
+    def _raw_labels(self, split: str) -> tuple[list[Any], Callable[[int], Any]]:
+        """Return the labels as they are in the data, those of lists one after the other, and what tells the row of each."""
+        labels, indices = self._labels_and_indices(split)
+        row_of = self.row_of(split)
+        return labels, lambda place: row_of(indices[place])
+
+    def _labels_and_indices(self, split: str) -> tuple[list[Any], Sequence[int]]:
         from hftune.data.labels import read_label_lists, read_labels
 
-        rows, row_of = self._rows[split], self._row_of(split)
+        rows, row_of = self.rows[split], self.row_of(split)
         if self.kind == "multi_label_classification":
             return read_label_lists(rows, self._label, split, row_of)
-        labels = read_labels(rows, self._label, split, row_of)
-        return labels, list(range(len(labels)))
-
-    def _row_of(self, split: str) -> Callable[[int], Any]:
-        return self.row_of(split)
+        return read_labels(rows, self._label, split, row_of), range(len(rows))
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
-        texts = [rows[column] for column in self._text_columns]
-        return self._tokens(texts, None if len(texts) == 1 else self._config)
-
-    @cached_property
-    def _config(self) -> PreTrainedConfig:
-        from hftune.models.pretrained import load_config
-
-        return load_config(self.model, self.model_config, self.model_commit)
+        texts = [rows[column] for column in self.text_columns_read]
+        return self._tokens(texts, None if len(texts) == 1 else self.named_config)
 
     def _tokens(self, texts: Sequence[Sequence[str]], config: PreTrainedConfig | None) -> dict[str, list]:
         """Tokenize texts, or pairs of texts for a model with this config."""
@@ -261,26 +219,22 @@ class SequenceClassification(TextTask):
         """Return label: class numbers (N,) int64; 0 and 1 for each label (N, K) float32; or numbers (N,) float32."""
         import numpy as np
 
-        from hftune.data.labels import class_numbers, flags_of, read_flags, read_targets
+        from hftune.data.labels import flags_of, read_flags, read_targets
 
-        rows, row_of = self._rows[split], self._row_of(split)
+        rows, row_of = self.rows[split], self.row_of(split)
         if self.kind == "regression":
             return {"label": read_targets(rows, self._label, split, row_of)}
         if self.label_columns:
             return {"label": read_flags(rows, self.label_columns, split, row_of)}
-        labels, indices = self._raw_labels(split)
-        names = self.labels or []
-        numbers = class_numbers(
-            labels, names, self._data_label_names, split, lambda place: row_of(indices[place]), self._are_labels
-        )
+        labels, indices = self._labels_and_indices(split)
+        numbers = self._classes.numbers(labels, split, lambda place: row_of(indices[place]))
         if self.kind == "single_label_classification":
             return {"label": np.array(numbers, np.int64)}
-        return {"label": flags_of(numbers, indices, len(rows), len(names))}
+        return {"label": flags_of(numbers, indices, len(rows), len(self._classes.names))}
 
     def encoded_by(self) -> Any:
-        has_types = len(self._text_columns) > 1 and self._has_types(self._config)
-        are_labels = self.labels is not None and self._are_labels
-        return [self.max_length, self.kind, self.labels, self._data_label_names, are_labels, has_types]
+        has_types = len(self.text_columns_read) > 1 and self._has_types(self.named_config)
+        return [self.max_length, self.kind, None if self.kind == "regression" else asdict(self._classes), has_types]
 
     def class_counts(self, dataset: Any) -> dict[str, int]:
         """Return the number of texts of each class, or with each label."""
@@ -290,7 +244,7 @@ class SequenceClassification(TextTask):
         if self.labels is None:
             return {}
         if labels.ndim == 1:
-            return count_classes(labels, self.labels)
+            return self._classes.counts(labels)
         return dict(zip(self.labels, labels.sum(0).astype(int).tolist(), strict=True))
 
     @cached_property
@@ -334,12 +288,10 @@ class SequenceClassification(TextTask):
         return super().datasets()
 
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
-        from hftune.data.labels import name_notices
-
         messages = super().notices(datasets, model)
         if self.problem_type is None:
             messages.append(f"task.problem_type={self.kind}: {self._evidence}.")
-        messages += name_notices(self.labels or [], self._are_labels)
+        messages += [] if self.labels is None else self._classes.notices()
         if self.ordinal and not self.label_names:
             messages.append(f"task.ordinal=true: the grades from lowest to highest are {', '.join(self.labels or [])}.")
         return messages
@@ -351,7 +303,7 @@ class SequenceClassification(TextTask):
             return "there are several label columns"
         if self.kind == "multi_label_classification":
             return f"column {self._label!r} holds lists"
-        dtype = str(self._rows["train"].features[self._label].dtype)
+        dtype = str(self.rows["train"].features[self._label].dtype)
         holds = "texts" if dtype.endswith("string") else "whole numbers" if "int" in dtype else "decimal numbers"
         return f"column {self._label!r} holds {holds}"
 
@@ -372,7 +324,7 @@ class SequenceClassification(TextTask):
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows with the beginning of each text, class names, and an error that tells how wrong a prediction is."""
-        columns = [self._rows["eval"][column] for column in self._text_columns]
+        columns = [self.rows["eval"][column] for column in self.text_columns_read]
         described = self._problem.describe(rows)
         return [
             {**dict(zip(("text", "text_pair"), map(beginning, texts), strict=False)), **row}
@@ -386,13 +338,9 @@ class SequenceClassification(TextTask):
         every = {"top_k": None} if self.kind == "multi_label_classification" else {}
         return {"task": "text-classification", "truncation": True, "max_length": self.max_length, **every}
 
-    def input_columns(self) -> dict[str, str | None]:
-        return {"text": self.text_column} if self.text_columns is None else {column: column for column in self.text_columns}
-
     def example_inputs(self) -> list[Any]:
         """Return two texts or pairs, as ``predict`` takes them."""
-        rows = self._rows.get("eval", self._rows["train"])[:2]
-        columns = [rows[column] for column in self._text_columns]
+        columns = [self.some_rows()[column] for column in self.text_columns_read]
         return list(columns[0]) if len(columns) == 1 else [list(pair) for pair in zip(*columns, strict=True)]
 
     def predict(self, model: PreTrainedModel, inputs: list[Any], probabilities: bool = False) -> list[dict[str, Any]]:
@@ -407,12 +355,11 @@ class SequenceClassification(TextTask):
             [dict(zip(names, row, strict=True)) for row in zip(*(encoded[name] for name in names), strict=True)]
         )
         logits = model(**{name: tensor.to(model.device) for name, tensor in batch.items()}).logits
-        return PROBLEMS[model.config.problem_type].answers(logits, model.config.id2label, probabilities)
+        names = [model.config.id2label[number] for number in range(model.config.num_labels)]
+        return PROBLEMS[model.config.problem_type].answers(logits, names, probabilities)
 
     def _checked(self, inputs: Sequence[Any]) -> list[list[str]]:
         """Return the texts of all inputs, or the first and the second texts."""
-        from hftune.data.rows import check_inputs
-
         if self.text_columns is None:
             check_inputs(inputs)
             return [list(inputs)]

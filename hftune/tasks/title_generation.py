@@ -5,28 +5,26 @@ torch, transformers and datasets are imported inside the methods, so that mistyp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hftune.config.keys import key
+from hftune.data.columns import TEXTS, Role
 from hftune.errors import ConfigError
 from hftune.metrics.records import directions, rouge_names
-from hftune.tasks.source_to_target import SourceToTarget
+from hftune.tasks.seq2seq import SourceToTarget
 from hftune.tasks.text import NO_LABEL
-from hftune.tasks.validation import bound_problems
 
 if TYPE_CHECKING:
     import numpy as np
-    from datasets import Dataset
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from hftune.data.jieba_tokenizer import JiebaTokenizer
-    from hftune.data.tokenized import Texts
     from hftune.task import Batch
 
 
@@ -38,7 +36,7 @@ class TitleGeneration(SourceToTarget):
     """BERT, BigBird or a model trained with this task: name on the Hub or local folder. null: new, from model_config."""
     model_config: dict[str, Any] = key(dict, changes="model")
     """Fields of the model's config to override; if model is null, those that differ from the defaults of BERT."""
-    dataset: str = key("csebuetnlp/xlsum", changes="data")
+    dataset: str | None = key("csebuetnlp/xlsum", changes="data")
     """Data set name on the Hub (owner/name), or module:function that returns rows. With data_files: their format (json, csv,
     parquet or arrow), only needed if their suffixes do not show it."""
     data_dir: str | None = key(None, changes="data")
@@ -49,41 +47,33 @@ class TitleGeneration(SourceToTarget):
     less memory."""
     vocabulary: str | None = None
     """Folder written by `hftune vocab`, for a new model (model: null). null: a vocabulary is trained on the texts."""
-    vocab_size: int = 8000
+    vocab_size: int = key(8000, ge=100)
     """Size of the vocabulary that is trained on the texts, if model and vocabulary are null."""
     source_column: str | None = None
     """Column of the source texts. null: whichever of content, text and article the data set has."""
     target_column: str = "title"
     """Column of the titles."""
-    max_source_length: int = 4096
+    max_source_length: int = key(4096, ge=3)
     """Maximum length of a source in tokens; longer sources are truncated at the end."""
-    max_target_length: int = 64
+    max_target_length: int = key(64, ge=2)
     """Maximum length of a title in tokens, for references and generated titles."""
 
+    columns: ClassVar[Mapping[str, Role]] = {
+        "source": Role("text", ("content", "text", "article"), usual_inputs=TEXTS),
+        "target": Role("text", optional_in={"predict"}),
+    }
+    encodes_in_python = True
     target_name = "title"
     source_shown = 60
     libraries = (*SourceToTarget.libraries, "hftune.models.bigbird")
     metric_directions = directions(*rouge_names("zh"), "exact_match_folded", "mean_length", "empty_share")
     sample_fields = ("source", "title", "generated")
 
-    def validate(self) -> list[str]:
+    def model_problems(self) -> Iterator[str]:
         from hftune.data.files import model_folder_problems, vocabulary_problems
 
-        minimum = {"max_source_length": 3, "max_target_length": 2, "vocab_size": 100}
-        minimum |= {"max_train_samples": 1, "max_eval_samples": 1}
-        return [
-            *self._split_problems(optional=()),
-            *model_folder_problems(self.model, {"model_type": "is given by the architecture"}),
-            *vocabulary_problems(self.vocabulary, self.model),
-            *bound_problems(self, minimum),
-            *self._generation_problems(),
-        ]
-
-    def columns(self, rows: Dataset) -> dict[str, str]:
-        from hftune.data.rows import find_column
-
-        source = self.source_column or find_column(rows, "task.source_column", SOURCES)
-        return {"source_column": source, "target_column": self.target_column}
+        yield from model_folder_problems(self.model, {"model_type": "is given by the architecture"})
+        yield from vocabulary_problems(self.vocabulary, self.model)
 
     @cached_property
     def text_tokenizer(self) -> JiebaTokenizer:
@@ -93,40 +83,25 @@ class TitleGeneration(SourceToTarget):
         from hftune.data.vocabulary import save_tokenizer, train_vocabulary
         from hftune.models.pretrained import TOKENIZER, folder_of
 
-        train, folder = self._rows["train"], self.model or self.vocabulary
+        train, folder = self.rows["train"], self.model or self.vocabulary
         if folder is None:
-            columns = (self._source, self.target_column)
-            key = ["jieba", train._fingerprint, columns, self.vocab_size, version("jieba"), version("tokenizers")]
-            texts = (text for column in columns for text in train[column])
-            return save_tokenizer(cached_value(key, lambda: train_vocabulary(texts, self.vocab_size)))
+            versions = (version("jieba"), version("tokenizers"))
+            depends_on = ["jieba", train._fingerprint, self.text_columns_read, self.vocab_size, *versions]
+            return save_tokenizer(cached_value(depends_on, lambda: train_vocabulary(self.training_texts(), self.vocab_size)))
         tokenizer = JiebaTokenizer.from_pretrained(folder_of(folder, self.model_commit, TOKENIZER))
-        check_tokenizer(tokenizer, folder, train[:100][self._source])
+        check_tokenizer(tokenizer, folder, train[:100][self.read_columns["source_column"]])
         return tokenizer
 
-    def datasets(self) -> dict[str, Texts]:
-        """Return the tokenized splits: source, title (tokens), source_cut, title_cut (bool), and index (of the row)."""
-        return {split: self._tokenized(split) for split in self._rows}
+    def encoder(self, split: str) -> Callable[[dict[str, list]], dict[str, list]]:
+        source, target = (self.read_columns[f"{name}_column"] for name in ("source", "target"))
+        return partial(encode, self.text_tokenizer, source, target, self.max_source_length, self.max_target_length)
 
-    def _tokenized(self, split: str) -> Texts:
-        import numpy as np
+    def encoded_by(self) -> Any:
+        return [self.max_source_length, self.max_target_length]
 
-        from hftune.data.cache import idle_cores, mapped
-        from hftune.data.tokenized import cached_texts, flat_arrays, tokenizer_key
-
-        rows, tokenizer = self._rows[split], self.text_tokenizer
-
-        def make() -> dict[str, Any]:
-            settings = {"tokenizer": tokenizer, **self._encoded_by}
-            encoded = mapped(rows, encode, f"Tokenizing {split}", idle_cores(len(rows)), **settings)
-            return {**flat_arrays(encoded), "index": np.arange(len(rows))}
-
-        return cached_texts([rows._fingerprint, tokenizer_key(tokenizer), self._encoded_by], make)
-
-    @property
-    def _encoded_by(self) -> dict[str, Any]:
-        """Keyword arguments of ``encode``."""
-        columns = {"source_column": self._source, "target_column": self.target_column}
-        return {**columns, "max_source_length": self.max_source_length, "max_target_length": self.max_target_length}
+    def targets(self, split: str) -> Mapping[str, np.ndarray]:
+        targets = super().targets(split)
+        return targets if split == "test" else {"index": targets["index"]}
 
     def _base_config(self) -> Any:
         """Return the config of the BERT or BigBird that the model is built from, or of an export of this task."""
@@ -180,7 +155,7 @@ class TitleGeneration(SourceToTarget):
             if getattr(model.config.encoder, "block_sparse_kernel", None) == "flex" and not torch.accelerator.is_available():
                 raise ConfigError(NO_FLEX_ON_CPU)  # rather than in the first step
         own = GenerationConfig(**ids, decoder_start_token_id=ids["bos_token_id"])
-        model.generation_config = self._set_generation(own)
+        model.generation_config = self.set_generation(own)
         return model
 
     def _check_positions(self, config: Any) -> None:
@@ -196,8 +171,7 @@ class TitleGeneration(SourceToTarget):
             )
 
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
-        messages = [] if self.source_column else [f"task.source_column is not set: using column {self._source!r}."]
-        messages += self._row_notices(self._rows, [self._source]) + self._cut_notices(datasets, "Titles")
+        messages = super().notices(datasets, model)
         if self.architecture == "encoder_decoder":
             padded, block = model.config.encoder.padded_length(self.max_source_length), model.config.encoder.block_size
             if padded > self.max_source_length:
@@ -225,19 +199,19 @@ class TitleGeneration(SourceToTarget):
 
         Returns:
             source and source_mask (N, S), title (N, T): int64. labels (N, T): the token after each token of the title, NO_LABEL
-            after the last. index (N,): row of the data.
+            after the last. index (N,): row of the split.
         """
         from hftune.data.tokenized import ragged, values
 
         pad, side = self.text_tokenizer.pad_token_id, "left" if self.architecture == "prefix_lm" else "right"
         source_NS, source_mask_NS = ragged(examples, "source").padded(pad, side)
-        titles = ragged(examples, "title")
+        titles, numbers = ragged(examples, "title"), [name for name in ("index", "split") if name in examples[0]]
         return {
             "source": source_NS,
             "source_mask": source_mask_NS,
             "title": titles.without_last().padded(pad)[0],
             "labels": titles.without_first().padded(NO_LABEL)[0],
-            "index": values(examples, "index"),
+            **{name: values(examples, name) for name in numbers},
         }
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
@@ -272,16 +246,17 @@ class TitleGeneration(SourceToTarget):
         return {**rouge(texts, titles, "zh"), "exact_match_folded": matched, **lengths(texts)}
 
     def load(self, directory: Path) -> PreTrainedModel:
-        from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
         import hftune.models.bigbird  # noqa: F401 - registers the classes
         from hftune.data.jieba_tokenizer import JiebaTokenizer
 
         self.text_tokenizer = JiebaTokenizer.from_pretrained(directory)
-        auto = AutoModelForCausalLM if self.architecture == "prefix_lm" else AutoModelForSeq2SeqLM
-        model = self._load_saved(auto, directory)
-        model.generation_config = self._set_generation(model.generation_config)  # the recipe's may have changed since
+        model = self.load_saved(directory)
+        model.generation_config = self.set_generation(model.generation_config)  # the recipe's may have changed since
         return model
+
+    @property
+    def auto_class(self) -> str:  # type: ignore[override]  # depends on the architecture
+        return "AutoModelForCausalLM" if self.architecture == "prefix_lm" else "AutoModelForSeq2SeqLM"
 
 
 def _joined(batch: Batch, title: Tensor, is_title: Tensor) -> dict[str, Tensor]:
@@ -296,21 +271,20 @@ def _joined(batch: Batch, title: Tensor, is_title: Tensor) -> dict[str, Tensor]:
     }
 
 
-SOURCES = ("content", "text", "article")
-"""Columns that may hold the source texts, if ``source_column`` is not set."""
-
-
 def encode(
-    batch: dict[str, list],
     tokenizer: JiebaTokenizer,
     source_column: str,
     target_column: str,
     max_source_length: int,
     max_target_length: int,
+    rows: dict[str, list],
 ) -> dict[str, list]:
-    """Tokenize: source [CLS] ... [SEP], title [CLS] ... [SEP]; in generation, [CLS] starts the title and [SEP] ends it."""
+    """Tokenize: source [CLS] ... [SEP], title [CLS] ... [SEP]; in generation, [CLS] starts the title and [SEP] ends it.
+
+    A function, which several processes can be given without the task and its rows.
+    """
     from hftune.data.tokenized import to_ids
 
-    sources, source_cut = to_ids(batch[source_column], tokenizer, max_source_length)
-    titles, title_cut = to_ids(batch[target_column], tokenizer, max_target_length)
+    sources, source_cut = to_ids(rows[source_column], tokenizer, max_source_length)
+    titles, title_cut = to_ids(rows[target_column], tokenizer, max_target_length)
     return {"source": sources, "title": titles, "source_cut": source_cut, "title_cut": title_cut}

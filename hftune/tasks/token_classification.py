@@ -6,25 +6,23 @@ torch, transformers and datasets are imported inside the methods, so that mistyp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.config.keys import key
+from hftune.data.columns import TEXTS, Role
 from hftune.errors import ConfigError
 from hftune.metrics.records import directions
-from hftune.tasks.classification import count_classes
 from hftune.tasks.text import NO_LABEL, TextTask, beginning, count_labels, token_loss
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from hftune.data.labels import Classes
     from hftune.task import Batch
 
-WORDS = ("tokens", "words")
-"""Usual names of a column of words."""
 TAGS = ("ner_tags", "tags", "labels", "pos_tags", "upos")
 """Usual names of a column of tags."""
 
@@ -44,60 +42,54 @@ class TokenClassification(TextTask):
     label_names: list[str] | None = None
     """Tags in the order of their numbers, such as [O, B-PER, I-PER]: the names that the data set uses, in any order, or a new
     name for each, in the data set's order. null: the data set's names, or else the distinct tags of the training split."""
-    max_length: int = 512
+    max_length: int = key(512, ge=3)
     """Maximum length of a text in tokens. The words beyond it are neither trained nor scored."""
 
     metric_directions = directions("f1", "precision", "recall", "accuracy")
     sample_fields = ("tagged", "predicted")
     auto_class = "AutoModelForTokenClassification"
-    text_keys: ClassVar[Sequence[str]] = ()
-
-    def columns(self, rows: Dataset) -> dict[str, str]:
-        from hftune.data.columns import choose, is_label, is_list, is_text
-
-        words = choose("task.words_column", self.words_column, rows, lambda kind: is_list(kind, is_text), WORDS)
-        tags = choose("task.tags_column", self.tags_column, rows, lambda kind: is_list(kind, is_label), TAGS, [words])
-        return {"words_column": words, "tags_column": tags}
+    columns: ClassVar[Mapping[str, Role]] = {
+        "words": Role("list of texts", ("tokens", "words"), usual_inputs=TEXTS),
+        "tags": Role("list of labels", TAGS, optional_in={"predict"}),
+    }
 
     @property
     def _words(self) -> str:
-        return self._columns["words_column"]
+        return self.read_columns["words_column"]
 
     @property
     def _tags(self) -> str:
-        return self._columns["tags_column"]
+        return self.read_columns["tags_column"]
 
     @cached_property
-    def labels(self) -> list[str]:  # type: ignore[override]  # known only with the data
-        """Tags in the order of their numbers."""
+    def _classes(self) -> Classes:
         from hftune.data.cache import cached_value
+        from hftune.data.labels import Classes
         from hftune.data.tags import tag_names
 
-        if names := self.label_names or self._data_label_names:
-            return list(names)
-        rows = self._rows["train"]
-        return cached_value(["tags", rows._fingerprint, self._tags], lambda: tag_names(self._read("train"), self._tags))
+        depends_on = ["tags", self.rows["train"]._fingerprint, self._tags]
+        return Classes.of(
+            self.label_names,
+            self._names_in("train"),
+            lambda: cached_value(depends_on, lambda: tag_names(self._read("train"), self._tags)),
+        )
 
     @property
-    def _data_label_names(self) -> list[str] | None:
-        return self._names_in("train")
-
-    @property
-    def _are_labels(self) -> bool:
-        """Whether the class names are the tags themselves, because nothing names the classes."""
-        return not (self.label_names or self._data_label_names)
+    def labels(self) -> Sequence[str]:  # type: ignore[override]  # known only with the data
+        """Tags in the order of their numbers."""
+        return self.label_names or self._classes.names
 
     def _names_in(self, split: str) -> list[str] | None:
         """Return the names that a split has for the numbers of its tags, if it has any."""
-        return getattr(getattr(self._rows[split].features[self._tags], "feature", None), "names", None)
+        return getattr(getattr(self.rows[split].features[self._tags], "feature", None), "names", None)
 
     def _read(self, split: str) -> list[list[Any]]:
         from hftune.data.tags import read_tags
 
-        return read_tags(self._rows[split], self._words, self._tags, split, self.row_of(split))
+        return read_tags(self.rows[split], self._words, self._tags, split, self.row_of(split))
 
     def training_texts(self) -> list[str]:
-        return [" ".join(words) for words in self._rows["train"][self._words]]
+        return [" ".join(words) for words in self.rows["train"][self._words]]
 
     @cached_property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -115,29 +107,25 @@ class TokenClassification(TextTask):
             return load_tokenizer(self.model, commit=self.model_commit, add_prefix_space=True)
         return tokenizer
 
-    def _tokenized(self, split: str) -> Any:
+    def tokenized(self, split: str) -> Any:
         from hftune.data.cache import cached_value
-        from hftune.data.labels import class_numbers
 
         def check() -> bool:
             tags, row_of = self._read(split), self.row_of(split)
             rows = [index for index, listed in enumerate(tags) for _ in listed]
-            flat = [tag for listed in tags for tag in listed]
-            class_numbers(flat, self.labels, self._data_label_names, split, lambda place: row_of(rows[place]), self._are_labels)
+            self._classes.numbers([tag for listed in tags for tag in listed], split, lambda place: row_of(rows[place]))
             return True
 
-        key = [self._rows[split]._fingerprint, self._columns, self.labels, self._are_labels]
-        cached_value(["tags checked", *key], check)
-        return super()._tokenized(split)
+        cached_value(["tags checked", self.rows[split]._fingerprint, self.read_columns, asdict(self._classes)], check)
+        return super().tokenized(split)
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
-        from hftune.data.labels import class_numbers
         from hftune.data.tags import first_tokens, word_ids
 
         ids, words, cut = word_ids(rows[self._words], self.text_tokenizer, self.max_length)
         labels = []
         for tags, words_of_tokens in zip(rows[self._tags], words, strict=True):
-            numbers = class_numbers(tags, self.labels, self._data_label_names, "", int, self._are_labels) if tags else []
+            numbers = self._classes.numbers(tags, "", int) if tags else []
             labels.append([NO_LABEL if word is None else numbers[word] for word in first_tokens(words_of_tokens)])
         return {"input_ids": ids, "labels": labels, "cut": cut}
 
@@ -149,17 +137,15 @@ class TokenClassification(TextTask):
         return lambda rows: self.encode({**rows, self._tags: named_tags(rows[self._tags], names)})
 
     def encoded_by(self) -> Any:
-        return [self.max_length, self.labels, self._data_label_names, self._are_labels]
+        return [self.max_length, asdict(self._classes)]
 
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
-        from hftune.data.labels import name_notices
-
-        return [*super().notices(datasets, model), *name_notices(self.labels, are_labels=False)]
+        return [*super().notices(datasets, model), *self._classes.notices()]
 
     def class_counts(self, dataset: Any) -> dict[str, int]:
         """Return the number of words with each tag."""
         labels = dataset.column("labels").flat
-        return count_classes(labels[labels != NO_LABEL], self.labels)
+        return self._classes.counts(labels[labels != NO_LABEL])
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
         return token_loss(outputs.logits, target)
@@ -192,7 +178,7 @@ class TokenClassification(TextTask):
         """The words of each text of the eval split that have a token, and therefore a tag."""
         from hftune.data.tags import first_tokens, word_ids
 
-        texts = self._rows["eval"][self._words]
+        texts = self.rows["eval"][self._words]
         _, words, _ = word_ids(texts, self.text_tokenizer, self.max_length)
         return [
             [text[word] for word in first_tokens(of_tokens) if word is not None]
@@ -210,7 +196,7 @@ class TokenClassification(TextTask):
         return {"task": "token-classification", "aggregation_strategy": "first"}
 
     def example_inputs(self) -> list[str]:
-        return [" ".join(words) for words in self._rows.get("eval", self._rows["train"])[:2][self._words]]
+        return [" ".join(words) for words in self.some_rows()[self._words]]
 
     def predict(self, model: PreTrainedModel, inputs: list[Any]) -> list[dict[str, Any]]:
         """Return the entities of each text, with their places in it; or its words and tags, if these are not of entities.

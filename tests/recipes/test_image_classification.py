@@ -58,7 +58,7 @@ def prepared_batches(recipe, processor):
     """Yield the batches of the plan, with images that transformers itself prepares."""
     task, rows = recipe.task, list(shapes("train"))
     for step in plan_batches(recipe, task.datasets()["train"]).epoch(0):
-        chosen = [rows[task._sources["train"].rows[index]] for micro_batch in step for index in micro_batch.samples]
+        chosen = [rows[task.row_of("train")(index)] for micro_batch in step for index in micro_batch.samples]
         images = processor([row["image"] for row in chosen], return_tensors="pt")
         yield {**images, "labels": torch.tensor([task.labels.index(row["label"]) for row in chosen])}
 

@@ -13,11 +13,11 @@ from filelock import FileLock, Timeout
 from PIL import Image
 
 from hftune import ConfigError, DataError
-from hftune.data import cache, pictures
+from hftune.data import cache, restoration_images
 from hftune.data import rows as data_rows
 from hftune.data.cache import Stream, cached_arrays, cached_value, mapped, one_at_a_time
 from hftune.data.jieba_tokenizer import SPECIAL_TOKENS
-from hftune.data.pictures import load_pictures
+from hftune.data.restoration_images import checked_images, load_folder
 from hftune.data.rows import check_texts
 from hftune.data.vocabulary import save_tokenizer
 
@@ -205,12 +205,12 @@ def test_pictures_are_checked_again_only_if_a_file_has_changed(monkeypatch, tmp_
     (tmp_path / "train").mkdir()
     for number in range(2):
         Image.new("RGB", (20, 30)).save(tmp_path / "train" / f"{number}.png")
-    checked, check = [], pictures._check_row
-    monkeypatch.setattr(pictures, "_check_row", lambda row, *rest: checked.append(row) or check(row, *rest))
+    checked, check = [], restoration_images._check_row
+    monkeypatch.setattr(restoration_images, "_check_row", lambda row, *rest: checked.append(row) or check(row, *rest))
 
     def sizes():
         checked.clear()
-        return load_pictures("imagefolder", str(tmp_path), None, "train", "train", None, {"image": "image"}, None).sizes
+        return checked_images(load_folder(tmp_path / "train", "", ["image"]), "train", None).sizes
 
     assert sizes().tolist() == [[30, 20], [30, 20]] and len(checked) == 2
     assert sizes().dtype == np.int32 and not checked

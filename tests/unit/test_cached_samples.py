@@ -26,7 +26,7 @@ def test_references_of_a_fold_are_its_own_rows(tmp_path_factory, fold):
     samples = task.datasets()["eval"]
     batch = task.collate([samples[index] for index in range(3)])
     split = task.split_of(batch)
-    assert (split, task._rows[split][batch["index"].tolist()]) == ("eval", task._rows["eval"][:3])
+    assert (split, task.rows[split][batch["index"].tolist()]) == ("eval", task.rows["eval"][:3])
 
 
 def test_rows_have_scores_in_the_fold_that_evaluates_them(write_rows):

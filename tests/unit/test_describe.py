@@ -6,17 +6,18 @@ import torch
 
 from hftune.metrics.restoration import psnr
 from hftune.metrics.rouge import rouge, rouge_l_of_each
-from hftune.tasks.classification import evaluation_rows, named
 from hftune.tasks.image_classification import ImageClassification
 from hftune.tasks.image_restoration import ImageRestoration
 from hftune.tasks.language_modeling import LanguageModeling
-from hftune.tasks.text import SHOWN, beginning
+from hftune.tasks.problems import SingleLabel
+from hftune.tasks.text import MAX_SHOWN, beginning
 from hftune.tasks.title_generation import TitleGeneration
 
 
 def test_classes_get_their_names_and_the_error_is_what_the_label_did_not_get():
     logits_NK = torch.tensor([[0.0, 2.0, 1.0], [5.0, 0.0, 0.0]])
-    rows = named(evaluation_rows(logits_NK, torch.tensor([2, 0])), ["bad", "fair", "good"])
+    problem = SingleLabel(["bad", "fair", "good"])
+    rows = problem.describe(problem.rows(logits_NK, torch.tensor([2, 0])))
     probabilities_NK = logits_NK.softmax(-1)
     assert [(row["label"], row["prediction"]) for row in rows] == [("good", "fair"), ("bad", "bad")]
     for row, prediction, label in zip(rows, probabilities_NK[[0, 1], [1, 0]], probabilities_NK[[0, 1], [2, 0]], strict=True):
@@ -24,13 +25,13 @@ def test_classes_get_their_names_and_the_error_is_what_the_label_did_not_get():
         assert row["label_probability"] == pytest.approx(float(label), abs=1e-6)
         assert row["error"] == pytest.approx(1 - float(label), abs=2e-6)
         assert row["loss"] == pytest.approx(-float(label.log()), abs=1e-6)
-    (sure,) = evaluation_rows(torch.tensor([[200.0, 0.0]]), torch.tensor([0]))
+    (sure,) = problem.rows(torch.tensor([[200.0, 0.0]]), torch.tensor([0]))
     assert str(sure["loss"]) == "0.0"  # not -0.0
 
 
 def test_long_texts_are_cut_and_say_so():
-    assert beginning("a" * SHOWN) == "a" * SHOWN
-    assert beginning("a" * (SHOWN + 1)) == "a" * (SHOWN - 1) + "…"
+    assert beginning("a" * MAX_SHOWN) == "a" * MAX_SHOWN
+    assert beginning("a" * (MAX_SHOWN + 1)) == "a" * (MAX_SHOWN - 1) + "…"
 
 
 def test_a_title_has_its_own_rouge_whose_mean_is_the_metric():

@@ -14,7 +14,7 @@ from hftune.data import digest
 from hftune.data.blocks import Blocks, JoinedBlocks
 from hftune.data.digest import cached_row_hashes, content_digest, row_hashes
 from hftune.data.images import Images, SeveralSizes
-from hftune.data.pictures import load_pictures
+from hftune.data.restoration_images import checked_images, load_folder
 from hftune.data.row_hashes import NAME, read_rows, root, write_rows
 from hftune.data.tokenized import Texts
 from hftune.errors import ConfigError, DataError

@@ -232,7 +232,7 @@ UNUSABLE = [
 @pytest.mark.parametrize(("settings", "message"), UNUSABLE)
 def test_settings_of_titles_and_texts_that_are_ignored_or_not_saved_are_refused_before_training(sized, settings, message):
     with pytest.raises(ConfigError, match=message):
-        sized(generation=settings)._set_generation(GenerationConfig(**IDS))
+        sized(generation=settings).set_generation(GenerationConfig(**IDS))
     line = {"dataset": "tests.unit.test_generation:line", "tokenizer": "words", "block_length": 2}
     fields = {"model_type": "transformer_lm", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     with pytest.raises(ConfigError, match=message):
@@ -244,5 +244,5 @@ def line(split):
 
 
 def test_settings_of_titles_may_be_those_that_the_task_sets_itself(sized):
-    config = sized(generation={"max_new_tokens": 5, "eos_token_id": 3})._set_generation(GenerationConfig(**IDS))
+    config = sized(generation={"max_new_tokens": 5, "eos_token_id": 3}).set_generation(GenerationConfig(**IDS))
     assert (config.max_new_tokens, config.eos_token_id) == (5, 3)

@@ -61,7 +61,7 @@ def test_the_default_data_of_bigbird_are_the_hubs_and_files_of_ones_own_need_no_
     recipe = Recipe.load("bigbird", *files)
     recipe.validate()
     assert recipe.task.dataset_commit is None
-    assert recipe.task._rows["eval"][0] == {"content": "甲" * 9, "title": "乙"}
+    assert recipe.task.rows["eval"][0] == {"content": "甲" * 9, "title": "乙"}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_titles_find_the_column_of_their_texts_or_list_those_that_there_are(writ
         with pytest.raises(
             DataError, match=f"task.source_column is not set, and the data have {has} of content, text, article"
         ):
-            task({**row, "title": "y"})._rows  # noqa: B018 - it is the looking that is tested
+            task({**row, "title": "y"}).rows  # noqa: B018 - it is the looking that is tested
 
 
 def test_a_resume_compares_only_commits_that_the_checkpoint_knows():

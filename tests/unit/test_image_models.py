@@ -76,7 +76,7 @@ def test_batches_are_those_of_the_image_processor_and_the_head_is_new(pretrained
     model = task.build_model()
     batch = task.collate([data["eval"][index] for index in range(10)])
     images = [row["image"] for _, row in zip(range(200), shapes("eval"), strict=True)]
-    rows = task._sources["eval"].rows
+    rows = [task.row_of("eval")(index) for index in range(10)]
     expected = AutoImageProcessor.from_pretrained(pretrained, backend="pil")([images[row] for row in rows], return_tensors="pt")
     torch.testing.assert_close(batch["pixel_values"], expected["pixel_values"], atol=1e-5, rtol=0)
     assert model.classifier.out_features == len(SHAPES) and list(model.config.id2label.values()) == list(SHAPES)

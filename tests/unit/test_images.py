@@ -16,12 +16,13 @@ from PIL import ExifTags, Image
 from hftune import ConfigError, DataError, Recipe
 from hftune.commands.evaluate_output import with_evaluation
 from hftune.config import EvalConfig
+from hftune.config.keys import problems_of
 from hftune.data.augmentation import Augmented, augmented
 from hftune.data.demo import digits
-from hftune.data.images import move
+from hftune.data.image_augmentation import move
 from hftune.models.convnet import ConvNet
 from hftune.tasks import ImageClassification
-from hftune.tasks.image_classification import SMALLEST_IMAGE
+from hftune.tasks.image_classification import MIN_SIDE
 from tests.support.tasks import Tagging
 
 NAMES = [str(number) for number in range(10)]
@@ -85,7 +86,7 @@ def test_network_has_the_published_number_of_parameters():
     ]
 
 
-@pytest.mark.parametrize("size", [SMALLEST_IMAGE, 28, 29, 32])
+@pytest.mark.parametrize("size", [MIN_SIDE, 28, 29, 32])
 def test_network_takes_images_of_its_size_in_grey_and_colour(size):
     for channels in (1, 3):
         model = ConvNet(image_size=size, in_channels=channels, num_classes=7, width=2)
@@ -93,9 +94,9 @@ def test_network_takes_images_of_its_size_in_grey_and_colour(size):
 
 
 def test_smallest_image_is_the_one_that_the_task_accepts():
-    said = ImageClassification(dataset="ylecun/mnist", image_size=SMALLEST_IMAGE - 1).validate()
-    assert said == [f"task.image_size={SMALLEST_IMAGE - 1} must be at least {SMALLEST_IMAGE}."]
-    too_small = SMALLEST_IMAGE - 1
+    said = [*problems_of(ImageClassification(dataset="ylecun/mnist", image_size=MIN_SIDE - 1), "task")]
+    assert len(said) == 1 and said[0].startswith(f"task.image_size={MIN_SIDE - 1} must be at least {MIN_SIDE}.")
+    too_small = MIN_SIDE - 1
     assert ((too_small - 4) // 2 - 4) // 2 == 0  # nothing would be left of it
 
 
@@ -234,7 +235,8 @@ def test_demo_function_and_its_cached_pixels_give_the_digits_as_drawn():
 
 
 def problems(**fields: Any) -> list[str]:
-    return ImageClassification(**{"dataset": "ylecun/mnist", "eval_split": "test", **fields}).validate()
+    task = ImageClassification(**{"dataset": "ylecun/mnist", "eval_split": "test", **fields})
+    return [*problems_of(task, "task"), *task.validate()]
 
 
 def test_missing_folders_and_files_are_named(tmp_path):
@@ -265,7 +267,7 @@ def test_missing_folders_and_files_are_named(tmp_path):
             {"mean": [0.1, 0.2], "std": [0.3]},
             "task.mean=[0.1, 0.2] and task.std=[0.3] must both hold one number (grey) or three (red, green, blue).",
         ),
-        ({"mean": [0.1], "std": [0.0]}, "task.std=[0.0] must be above 0."),
+        ({"mean": [0.1], "std": [0.0]}, "task.std=[0.0]: each must be above 0."),
     ],
 )
 def test_values_out_of_bounds_are_refused(fields, message):
@@ -276,7 +278,7 @@ def test_hub_that_cannot_be_reached_says_what_to_name_instead():
     said = refused(ImageClassification(dataset="nobody/nothing"))
     assert said.startswith("task.dataset=nobody/nothing cannot be loaded: ")
     assert said.endswith(
-        " Without the Hub, name files: task.dataset=imagefolder task.data_dir=FOLDER, task.dataset=idx task.data_dir=FOLDER, or "
+        " Without the Hub, name files: task.dataset=imagefolder task.data_dir=FOLDER, or "
         "task.dataset=parquet task.data_files.train=... task.data_files.eval=...."
     )
 
@@ -408,7 +410,7 @@ def test_the_best_model_is_not_chosen_on_the_test_images(tmp_path):
         "The data set has the split test, too, which nothing uses: task.eval_split names the one to choose the best model by, "
         "task.test_split the one to test it on."
     )
-    assert [unused, held_out] == task.notices(task.datasets(), None)[:2]
+    assert [held_out, unused] == task.notices(task.datasets(), None)[:2]
     tested = of_folder(folder, eval_split=None, test_split="test")
     assert {split: len(images) for split, images in tested.datasets().items()} == {"train": 3, "eval": 3, "test": 6}
     assert not any("nothing uses" in line for line in tested.notices(tested.datasets(), None))

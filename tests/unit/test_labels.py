@@ -12,7 +12,7 @@ from PIL import Image
 
 from hftune import ConfigError, DataError, Recipe
 from hftune.build import build
-from hftune.data.labels import name_notices
+from hftune.data.labels import Classes
 from hftune.distributed.progress import Progress
 from hftune.tasks import ImageClassification, SequenceClassification, TokenClassification
 
@@ -213,7 +213,7 @@ def test_a_csv_may_have_a_class_and_a_text_that_pandas_takes_for_missing(tmp_pat
     found = of_csv(tmp_path, f"text,label\ngood thing,yes\n{word},{word}\n")
     assert found.labels == sorted(["yes", word])
     assert scored_as(found, "train") == ["yes", word]
-    assert list(found._rows["train"]["text"]) == ["good thing", word]
+    assert list(found.rows["train"]["text"]) == ["good thing", word]
 
 
 @pytest.mark.parametrize("labels", ["yes,no,,no", "1,0,,0", "yes,no, ,no"])
@@ -261,9 +261,9 @@ def test_a_class_name_listed_twice_is_refused(kind):
 
 
 def test_classes_that_differ_only_in_case_or_white_space_get_a_notice():
-    (said,) = name_notices(["Ham", "ham ", "spam"], are_labels=True)
+    (said,) = Classes(["Ham", "ham ", "spam"], None, are_labels=True).notices()
     assert said.startswith("The classes 'Ham' and 'ham ' differ only in case or white space.")
-    assert name_notices(["ham", "spam"], are_labels=True) == []
+    assert Classes(["ham", "spam"], None, are_labels=True).notices() == []
 
 
 @pytest.mark.parametrize(

@@ -124,9 +124,9 @@ def test_data_sets_are_brought_to_the_same_columns(files):
         "eval": 8,
     }  # of 14 rows of each class 3.5, rounded
     sizes = [size for size, _ in loaded.mixture(data["train"])]
-    assert sum(sizes) == 20 and sizes[0] == sum(text.startswith("first") for text in loaded._rows["train"]["text"])
+    assert sum(sizes) == 20 and sizes[0] == sum(text.startswith("first") for text in loaded.rows["train"]["text"])
     assert [weight for _, weight in loaded.mixture(data["train"])] == [0.5, 2.0]
-    (said,) = notices.mixed(loaded._mixed, [20, 8])
+    (said,) = notices.mixed(loaded.mixed, [20, 8])
     assert said == (
         "task.datasets: an epoch takes 10 from first.jsonl (20 rows x 0.5, 38%) and 16 from second.jsonl (8 rows x 2, 62%)."
     )
@@ -223,7 +223,7 @@ def test_blocks_of_a_mixture_have_tokens_of_one_data_set_and_the_end_of_each_is_
         test_split=None,
     )
     assert loaded.validate() == []
-    held_out = loaded._rows["eval"]["text"]
+    held_out = loaded.rows["eval"]["text"]
     assert held_out == [f"{name} {n} line" for name, ns in (("first", range(36, 40)), ("second", range(18, 20))) for n in ns]
     train = loaded.datasets()["train"]
     first, second = loaded.text_tokenizer.convert_tokens_to_ids(["first", "second"])

@@ -333,8 +333,8 @@ def test_a_grid_holds_pictures_of_several_sizes():
     ("words", "message"),
     [
         (("task.width=12",), "task.width=12 must be a multiple of 8."),
-        (("task.crop=8",), "task.crop=8 must be at least 16."),
-        (("task.fill=[0,0]",), "task.fill=[0, 0] must be three numbers from 0 to 255: red, green and blue."),
+        (("task.crop=8",), "task.crop=8 must be at least 16. null: whole images, as in evaluation."),
+        (("task.fill=[0,0]",), "task.fill=[0, 0] must be three numbers: red, green and blue."),
         (("task.mask_weight=0",), "task.mask_weight=0.0 must be above 0."),
         (
             ("task.target_column=target",),

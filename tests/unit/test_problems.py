@@ -114,7 +114,7 @@ def test_metrics_of_several_labels():
 def test_a_label_is_predicted_where_the_evaluation_says_it_too():
     logits = torch.tensor([[-1e-6, 0.0, 1e-6]])  # 0.49999976 is rounded to 0.5
     (row,) = MultiLabel(LABELS).rows(logits, torch.zeros(1, 3))
-    (answer,) = MultiLabel.answers(logits, dict(enumerate(LABELS)))
+    (answer,) = MultiLabel.answers(logits, LABELS)
     assert answer["labels"] == [name for name, flag in zip(LABELS, row["prediction"], strict=True) if flag] == LABELS[1:]
 
 

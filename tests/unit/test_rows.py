@@ -11,11 +11,12 @@ import pytest
 
 from hftune import DataError
 from hftune.data import tokenized
-from hftune.data.rows import check_inputs, load_files, load_split, take
+from hftune.data.rows import load_files, load_split, take
 from hftune.data.splits import Part, subsample_indices
 from hftune.data.tokenized import Ragged, tokenizer_key
 from hftune.data.word_tokenizer import word_tokenizer
 from hftune.tasks import SequenceClassification
+from hftune.tasks.text import check_inputs
 
 CONFIG = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 ROWS = [{"text": f"the food was {word} on day {day}", "label": label} for day in range(8) for label, word in enumerate("abc")]

@@ -85,23 +85,23 @@ def test_one_file_is_split_into_train_and_eval_and_its_rows_keep_their_numbers(t
     loaded = task(data_files={"train": one_file(tmp_path)}, eval_share=0.1)
     assert loaded.validate() == []
     assert {split: len(rows) for split, rows in loaded.datasets().items()} == {"train": 89, "eval": 11}
-    rows = loaded._rows["eval"]
+    rows = loaded.rows["eval"]
     assert rows["text"] == [f"text number {row} of class {LABELS[row]}" for row in row_numbers(rows, range(11))]
     said = notices.held_out(loaded, 100)
     assert said == [
         "task.eval_share=0.1: a share of the 100 rows of the train split is evaluated on instead, the same in every run."
     ]
-    assert not any("max_train_samples" in notice for notice in loaded._row_notices(loaded._rows, ["text"]))
+    assert not any("max_train_samples" in notice for notice in loaded.row_notices())
 
 
 def test_consecutive_rows_keep_their_numbers_too(tmp_path):
     file = one_file(tmp_path, [*"ababab"])
     for fold in range(6):  # leave one out: a single row is consecutive, and so is the rest of the first and the last
         loaded = task(data_files={"train": file}, eval_fold=[fold, 6])
-        assert [row["text"][12] for row in loaded._rows["eval"]] == [str(row) for row in loaded.fold_rows]
-        numbers = row_numbers(loaded._rows["train"], range(5))
+        assert [row["text"][12] for row in loaded.rows["eval"]] == [str(row) for row in loaded.fold_rows]
+        numbers = row_numbers(loaded.rows["train"], range(5))
         assert sorted([*numbers, *loaded.fold_rows]) == [*range(6)]
-        assert notices.num_rows(loaded._rows["train"]) == (5, 6)
+        assert notices.num_rows(loaded.rows["train"]) == (5, 6)
 
 
 def test_folds_of_different_data_are_not_joined(tmp_path):
@@ -139,7 +139,7 @@ def test_of_a_running_text_the_end_is_held_out(tmp_path):
         model_config={"model_type": "gpt2"}, tokenizer="words", data_files={"train": str(path)}, eval_share=0.2
     )
     assert loaded.validate() == []
-    assert loaded._rows["eval"]["text"] == [f"line {number} of the text" for number in range(16, 20)]
+    assert loaded.rows["eval"]["text"] == [f"line {number} of the text" for number in range(16, 20)]
 
 
 def test_images_are_held_out_by_class(tmp_path):
@@ -191,7 +191,7 @@ def test_evaluation_data_are_named_held_out_or_switched_off(tmp_path, words, pro
 def test_rows_held_out_though_nothing_evaluates_on_them_are_a_notice_and_can_be_evaluated_on_later(tmp_path, key):
     words = [f"task.data_files.train={one_file(tmp_path, [*'ababab'])}", "eval.every=never", key]
     recipe = Recipe.load("yelp_demo", "replace=[task.data_files]", *words)
-    assert recipe.task._rows.keys() == {"train"} and len(recipe.task._rows["train"]) < 6
+    assert recipe.task.rows.keys() == {"train"} and len(recipe.task.rows["train"]) < 6
     (notice,) = notices.held_out(recipe.task, 6)
     assert notice.startswith(f"{key}: a part of the 6 rows") and notice.endswith(f"set {key.partition('=')[0]}=null.")
     assert with_evaluation(recipe).task.evaluates

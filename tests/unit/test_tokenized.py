@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hftune.data.digest import content_digest
+from hftune.data.labels import Classes
 from hftune.data.tokenized import Ragged, Texts, column_of, flat_arrays, lengths_of, ragged, values
 from hftune.errors import DataError
 from hftune.tasks import SequenceClassification, TitleGeneration
@@ -120,7 +121,8 @@ def test_titles_are_padded_as_torch_pads_them(architecture):
 
 def test_data_set_of_the_users_own_keeps_working():
     task = SequenceClassification(model=None)
-    vars(task)["text_tokenizer"], vars(task)["labels"] = type("Tokenizer", (), {"pad_token_id": 0}), ["a", "b", "c"]
+    vars(task)["text_tokenizer"], vars(task)["kind"] = type("Tokenizer", (), {"pad_token_id": 0}), "single_label_classification"
+    vars(task)["_classes"] = Classes(["a", "b", "c"], None, are_labels=True)
     dataset = datasets.Dataset.from_list(ROWS).with_format("numpy")
     assert task.lengths(dataset).tolist() == [3, 1, 2]
     assert task.class_counts(dataset) == {"a": 1, "b": 1, "c": 1}

@@ -1,6 +1,4 @@
-"""Images to restore, with masks and targets: loaded from folders or by ``datasets``, checked, and decoded on access.
-
-Independent of tasks and networks.
+"""Damaged images, with masks and targets: matched by name or by row, checked, and decoded on access. Independent of tasks.
 
 Shape suffixes: H and W height and width, C channels (red, green, blue).
 """
@@ -11,34 +9,29 @@ import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import PIL
-from PIL import ExifTags, Image
+from PIL import Image
 
 from hftune.data.cache import cached_arrays, idle_cores
 from hftune.data.damage import draw_mask
-from hftune.data.images import check_depth, open_image, read_image, states_of_files
-from hftune.data.rows import check_column, load_split, row_numbers, take
-from hftune.data.splits import Part
+from hftune.data.images import check_depth, name_of, open_stored, read_image, states_of_files, upright_size, with_file
 from hftune.errors import DataError
 
-INSTEAD = (
-    "task.dataset=imagefolder task.data_dir=FOLDER, or task.dataset=parquet task.data_files.train=... task.data_files.eval=..."
-)
-"""Keys to set if the Hub cannot be reached."""
-SMALLEST = 16
+MIN_SIDE = 16
 """Minimum height and width in pixels."""
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
 """Suffixes of image files; other files of a folder are ignored."""
+MASK_KEY = 20201
+"""First number of the seed of fixed random masks. Masks in training have seeds of three numbers."""
 
 
 @dataclass
-class Pictures:
+class DamagedImages:
     """A data set of damaged images. A sample has an image (H, W, C) uint8, a mask (H, W) bool and a target like the image.
 
     The target is None if the image itself is undamaged; then ``collate`` damages the masked pixels. If the data have no masks,
@@ -59,19 +52,19 @@ class Pictures:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row, row_name, (height, width) = self.rows[index], self.name_of(index), self.sizes[index].tolist()
-        picture = {name: to_rgb(*_open(row[name], row_name)) for name in ("image", "target") if name in row}
+        row, row_name, (height, width) = self.rows[index], name_of(self.rows, index, self.split), self.sizes[index].tolist()
+        sample = {name: to_rgb(*open_stored(row[name], row_name)) for name in ("image", "target") if name in row}
         if "mask" in row:
-            picture["mask"] = to_mask(*_open(row["mask"], row_name))
+            sample["mask"] = to_mask(*open_stored(row["mask"], row_name))
         else:
-            picture["mask"] = draw_mask(height, width, np.random.RandomState([MASK_KEY, index]))
-        for name, pixels in picture.items():
+            sample["mask"] = draw_mask(height, width, np.random.RandomState([MASK_KEY, index]))
+        for name, pixels in sample.items():
             if pixels.shape[:2] != (height, width):
                 raise DataError(
-                    f"{_with_file(row.get(name), row_name)}: its {name} is {pixels.shape[1]} x {pixels.shape[0]} pixels, "
+                    f"{with_file(row.get(name), row_name)}: its {name} is {pixels.shape[1]} x {pixels.shape[0]} pixels, "
                     f"but was {width} x {height} when training began."
                 )
-        return {"target": None, **picture}
+        return {"target": None, **sample}
 
     def contents(self) -> dict[str, Any]:
         """Return the content to hash; see hftune.data.digest. Random masks follow from sizes and indices."""
@@ -81,63 +74,18 @@ class Pictures:
         """Return the content of each sample; see hftune.data.digest."""
         return self.contents()
 
-    def name_of(self, index: int) -> str:
-        """Return the name of a sample for messages."""
-        return f"Row {row_numbers(self.rows, [index])[0]} of the {self.split} split"
-
     @property
     def areas(self) -> np.ndarray | None:
         """Number of pixels of each image; None if all images have the same size."""
         return None if (self.sizes == self.sizes[0]).all() else self.sizes.prod(axis=1, dtype=np.int64)
 
 
-MASK_KEY = 20201
-"""First number of the seed of fixed random masks. Masks in training have seeds of three numbers."""
-
-
-def load_pictures(
-    dataset: str,
-    data_dir: str | None,
-    data_files: Mapping[str, Any] | None,
-    source_split: str,
-    split: str,
-    part: Part | None,
-    columns: Mapping[str, str | None],
-    least: int | None,
-    commit: str | None = None,
-) -> Pictures:
-    """Load and check the images of a split, "train" or "eval"; ``part``: which ones, None for all.
-
-    Args:
-        columns: columns of image, mask and target, or None if the data have none. In a folder, these are subfolders.
-        least: minimum height and width in pixels, for crops of this size.
-        commit: of a data set on the Hub.
-
-    Raises:
-        DataError: the data cannot be used; the message names split, column, row and file.
-    """
-    columns = {name: column for name, column in columns.items() if column is not None}
-    if dataset == "imagefolder" and not data_files:
-        rows = _from_folder(Path(data_dir).expanduser() / source_split, f"task.data_dir={data_dir}", columns)
+def load_folder(folder: Path, source: str, columns: Sequence[str]) -> datasets.Dataset:
+    """List the images in a folder if there is one column, else those of its subfolders, one a column, matched by name."""
+    if len(columns) == 1:
+        paths = {columns[0]: list_images(folder, source)}
     else:
-        source = "train" if part is not None and part.held_out is not None else split
-        rows = load_split(dataset, source_split, data_files, source, instead=INSTEAD, commit=commit)
-        for name, column in columns.items():
-            check_column(rows, f"task.{name}_column", column, split)
-            if not isinstance(kind := rows.features[column], datasets.Image):
-                raise DataError(f"Column {column!r} of the {split} split holds {getattr(kind, 'dtype', kind)}, not images.")
-        rows = rows.select_columns([*columns.values()]).rename_columns({column: name for name, column in columns.items()})
-        for name in columns:
-            rows = rows.cast_column(name, datasets.Image(decode=False))
-    return _checked(take(rows, part), split, least)
-
-
-def _from_folder(folder: Path, source: str, columns: Mapping[str, str]) -> datasets.Dataset:
-    """List all images in a folder if they are clean, else those of its subfolders, matched by name."""
-    if list(columns) == ["image"]:
-        paths = {"image": list_images(folder, source)}
-    else:
-        paths = paired({name: folder / column for name, column in columns.items()}, source)
+        paths = paired({column: folder / column for column in columns}, source)
     kind = datasets.Features({name: datasets.Image(decode=False) for name in paths})
     return datasets.Dataset.from_dict({name: [{"path": str(path)} for path in files] for name, files in paths.items()}, kind)
 
@@ -179,16 +127,20 @@ def paired(folders: Mapping[str, Path], source: str) -> dict[str, list[Path]]:
     return {name: [files[key] for key in order] for name, files in images.items()}
 
 
-def _checked(rows: datasets.Dataset, split: str, least: int | None) -> Pictures:
+def checked_images(rows: datasets.Dataset, split: str, min_side: int | None) -> DamagedImages:
     """Check the size of every image, and every mask, before training begins; only once while the files stay as they are.
+
+    Args:
+        rows: encoded images, as ``DamagedImages`` has them.
+        min_side: minimum height and width in pixels, for crops of this size.
 
     Raises:
         DataError: one of them cannot be used.
     """
-    pictures = Pictures(rows, split, np.empty((0, 2), np.int32), 0, np.empty(0))
+    images = DamagedImages(rows, split, np.empty((0, 2), np.int32), 0, np.empty(0))
 
     def check(index: int) -> tuple[tuple[int, int], int, float | None]:
-        return _check_row(rows[index], pictures.name_of(index), least)
+        return _check_row(rows[index], name_of(rows, index, split), min_side)
 
     def make() -> dict[str, np.ndarray]:
         with ThreadPoolExecutor(idle_cores(len(rows), rows_each=100)) as threads:
@@ -200,11 +152,11 @@ def _checked(rows: datasets.Dataset, split: str, least: int | None) -> Pictures:
             "marked": np.array(shares, np.float64),
         }
 
-    found = cached_arrays(["pictures checked", rows._fingerprint, states_of_files(rows), least, PIL.__version__], make)
-    return replace(pictures, sizes=found["sizes"], num_converted=int(found["converted"].sum()), marked=found["marked"])
+    found = cached_arrays(["images checked", rows._fingerprint, states_of_files(rows), min_side, PIL.__version__], make)
+    return replace(images, sizes=found["sizes"], num_converted=int(found["converted"].sum()), marked=found["marked"])
 
 
-def _check_row(row: Mapping[str, Any], row_name: str, least: int | None) -> tuple[tuple[int, int], int, float | None]:
+def _check_row(row: Mapping[str, Any], row_name: str, min_side: int | None) -> tuple[tuple[int, int], int, float | None]:
     """Return the image's height and width, how many of image and target are not RGB, and the share of masked pixels.
 
     Raises:
@@ -212,34 +164,24 @@ def _check_row(row: Mapping[str, Any], row_name: str, least: int | None) -> tupl
     """
     sizes, num_converted = {}, 0
     for name, stored in row.items():
-        image, image_name = _open(stored, row_name, decode=False)
+        image, image_name = open_stored(stored, row_name, decode=False)
         with image:
             check_depth(image, image_name)
-            sizes[name] = _upright_size(image, stored, row_name)
             num_converted += name != "mask" and image.mode != "RGB"
-    check_sizes(sizes, {name: _with_file(stored, row_name) for name, stored in row.items()})
-    image_name, (height, width) = _with_file(row["image"], row_name), sizes["image"]
-    if min(height, width) < SMALLEST:
-        raise DataError(f"{image_name} is {width} x {height} pixels. Each side must have at least {SMALLEST}.")
-    if least is not None and min(height, width) < least:
+        sizes[name] = upright_size(stored, row_name)
+    check_sizes(sizes, {name: with_file(stored, row_name) for name, stored in row.items()})
+    image_name, (height, width) = with_file(row["image"], row_name), sizes["image"]
+    if min(height, width) < MIN_SIDE:
+        raise DataError(f"{image_name} is {width} x {height} pixels. Each side must have at min_side {MIN_SIDE}.")
+    if min_side is not None and min(height, width) < min_side:
         raise DataError(
-            f"{image_name} is {width} x {height} pixels, smaller than task.crop={least}. Lower it, or remove such images."
+            f"{image_name} is {width} x {height} pixels, smaller than task.crop={min_side}. Lower it, or remove such images."
         )
     if "mask" not in row:
         return sizes["image"], num_converted, None
-    mask_HW = to_mask(*_open(row["mask"], row_name))
-    check_marks(mask_HW, _with_file(row["mask"], row_name))
+    mask_HW = to_mask(*open_stored(row["mask"], row_name))
+    check_marks(mask_HW, with_file(row["mask"], row_name))
     return sizes["image"], num_converted, float(mask_HW.mean())
-
-
-def _upright_size(image: Image.Image, stored: Mapping[str, Any], row_name: str) -> tuple[int, int]:
-    """Return height and width after the rotation in the EXIF data, decoding the image only if there is one.
-
-    Pillow (13.0) rotates TIFFs itself and swaps their sides on opening, but not other formats. Hence the decoding.
-    """
-    if image.getexif().get(ExifTags.Base.Orientation, 1) >= 5:
-        image = _open(stored, row_name)[0]
-    return image.height, image.width
 
 
 def check_sizes(sizes: Mapping[str, tuple[int, int]], names: Mapping[str, str]) -> None:
@@ -260,19 +202,6 @@ def check_marks(mask_HW: np.ndarray, name: str) -> None:
             f"{name} has an empty mask, so there is nothing to restore. Paint the damage white (at least half bright), or "
             "leave the image out."
         )
-
-
-def _with_file(stored: Mapping[str, Any] | None, row_name: str) -> str:
-    """Return the name of a row with that of its file, if it has one."""
-    return row_name if stored is None or stored["bytes"] is not None else f"{row_name} ({stored['path']})"
-
-
-def _open(stored: Mapping[str, Any] | None, row_name: str, decode: bool = True) -> tuple[Image.Image, str]:
-    """Return an image and its name for messages."""
-    if stored is None:
-        raise DataError(f"{row_name} lacks an image. Remove such rows.")
-    name = _with_file(stored, row_name)
-    return open_image(BytesIO(stored["bytes"]) if stored["bytes"] is not None else stored["path"], name, decode), name
 
 
 def read_pair(value: Any, index: int) -> tuple[np.ndarray, np.ndarray]:
