@@ -300,6 +300,7 @@ class ImageClassification(ImageTask):
     def _images(self) -> dict[str, Images | SeveralSizes]:
         from hftune.data.images import check_learnt
 
+        _ = self._form  # refuses a model that does not classify images before the data are read
         rows = self.rows
         numbers = {split: self._classes.numbers(own, split, self.row_of(split)) for split, own in self._raw_labels.items()}
         if not self.label_names and (self.max_train_samples is None or len(rows["train"]) == rows["train"].data.num_rows):

@@ -25,8 +25,7 @@ def test_references_of_a_fold_are_its_own_rows(tmp_path_factory, fold):
     task = task_of(Seq2Seq, {"train": str(path)}, T5, eval_fold=[fold, 2])
     samples = task.datasets()["eval"]
     batch = task.collate([samples[index] for index in range(3)])
-    split = task.split_of(batch)
-    assert (split, task.rows[split][batch["index"].tolist()]) == ("eval", task.rows["eval"][:3])
+    assert (batch["split"].tolist(), task.rows["eval"][batch["index"].tolist()]) == ([1, 1, 1], task.rows["eval"][:3])
 
 
 def test_rows_have_scores_in_the_fold_that_evaluates_them(write_rows):

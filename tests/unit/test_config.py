@@ -626,11 +626,10 @@ def test_all_problems_are_listed_at_once(plain):
 
 
 def test_all_that_a_recipe_names_wrongly_is_listed_at_once(plain):
-    words = ["task.model=./nowhere", "task.vocab_size=5", "eval.metric=acuracy"]
+    words = ["task.model=./nowhere", "eval.metric=acuracy"]
     assert refusal(f"recipe={plain}", *words) == (
-        "Recipe 'plain' has 3 problems:\n"
+        "Recipe 'plain' has 2 problems:\n"
         "  task.model=./nowhere: there is no such folder.\n"
-        "  task.vocab_size=5 must be at least 100.\n"
         "  eval.metric='acuracy' is not computed by SequenceClassification. "
         "It computes: loss, accuracy, macro_f1, mcc, micro_f1, auroc, exact_match, rmse, mae, pearson, spearman. "
         "Did you mean 'accuracy'?"

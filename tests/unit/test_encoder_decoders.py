@@ -196,11 +196,11 @@ def test_model_without_encoder_and_decoder_is_refused_by_its_config_alone(tmp_pa
 def test_recipe_that_cannot_work_is_refused_before_torch():
     given = ("task.dataset=a/b", "task.model=a/b")
     for override, sentence in {
-        "task.scores=[rouge, blue]": "task.scores=blue is not one of rouge, bleu, chrf. Did you mean 'bleu'?",
+        "task.scores=[rouge, blue]": "task.scores='blue' is not one of rouge, bleu, chrf. Did you mean 'bleu'?",
         "task.language=english": "task.language=english is not a code of ISO 639-1, such as en, de or zh.",
-        "task.max_target_length=1": "task.max_target_length=1 must be at least 3.",
+        "task.max_target_length=1": "task.max_target_length=1 must be at least 2.",
         "task.generation={num_beams: 2, num_return_sequences: 2}": (
-            "task.generation.num_return_sequences=2 must be 1: each source has one target. Leave it out."
+            "task.generation.num_return_sequences=2 must be 1: each source has one target."
         ),
     }.items():
         with pytest.raises(ConfigError) as caught:
@@ -283,7 +283,7 @@ def test_columns_are_chosen_where_there_is_one_way_and_said(tmp_path, columns, f
     files = write(tmp_path, [dict.fromkeys(columns, "some words")] * 3)
     task = task_of("t5", dataset=None, data_files=files, **fields)
     datasets = task.datasets()
-    assert [task._source, task._target] == expected
+    assert [*task.read_columns.values()] == expected
     said = task.notices(datasets, task.build_model())
     assert sum("chosen from the columns" in sentence for sentence in said) == 2 - len(fields)
 

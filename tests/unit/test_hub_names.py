@@ -110,11 +110,9 @@ def test_titles_find_the_column_of_their_texts_or_list_those_that_there_are(writ
         return TitleGeneration(data_files={"train": path, "eval": path})
 
     found = task({"id": "1", "text": "x", "title": "y"})
-    assert found._source == "text"
-    for row, has in (({"id": "1", "body": "x"}, "none"), ({"text": "x", "content": "z"}, "several")):
-        with pytest.raises(
-            DataError, match=f"task.source_column is not set, and the data have {has} of content, text, article"
-        ):
+    assert found.find_columns(found.unchecked_rows["train"])["source_column"] == "text"
+    for row, columns in (({"id": "1", "body": "x"}, "id, body"), ({"text": "x", "content": "z"}, "text, content")):
+        with pytest.raises(DataError, match=rf"task.source_column is not set, and several columns would do: {columns}\."):
             task({**row, "title": "y"}).rows  # noqa: B018 - it is the looking that is tested
 
 

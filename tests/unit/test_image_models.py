@@ -10,6 +10,7 @@ from PIL import ExifTags, Image
 from transformers import AutoImageProcessor, BertConfig, ViTConfig, ViTForImageClassification, pipeline
 
 from hftune import ConfigError, DataError, Recipe
+from hftune.config.keys import problems_of
 from hftune.data.demo.drawings import SHAPES, shapes
 from hftune.data.images import Uncropped
 from hftune.models.image_processor import Preparation
@@ -171,7 +172,8 @@ def test_top5_accuracy_of_a_model_that_finds_all_classes_equally_probable_is_tha
     ],
 )  # fmt: skip
 def test_fields_that_contradict_each_other_are_refused(changed, message):
-    assert ImageClassification(**fields(**changed)).validate() == [message]
+    task = ImageClassification(**fields(**changed))
+    assert [*problems_of(task, "task"), *task.validate()] == [message]
 
 
 def test_images_of_transformers_may_be_shifted_by_more_than_those_of_mnist():

@@ -234,7 +234,7 @@ def test_blocks_of_a_mixture_have_tokens_of_one_data_set_and_the_end_of_each_is_
     assert train.share_of(first) == pytest.approx(tokens.count(first) / len(tokens))
     assert train.lengths.sum() == 36 * 4 - 1 + 18 * 4 - 1  # every token but the first of each is predicted once
     limited = LanguageModeling(datasets_=entries, eval_share=0.1, max_train_samples=5, model_config={"model_type": "gpt2"})
-    assert "task.max_train_samples=5 and task.datasets: give the data sets smaller weights instead." in limited.validate()
+    assert "task.max_train_samples=5 and task.datasets: give the data sets smaller weights." in limited.validate()
 
 
 def test_data_files_may_be_null_and_numbers_have_to_fit(tmp_path):
@@ -257,7 +257,7 @@ def test_a_data_set_of_which_nothing_is_left_is_refused(files, tmp_path):
     with pytest.raises(DataError, match=r"task\.datasets: no row of one\.jsonl is left to train on\."):
         own.mixture(data["train"])
     mixed = SimpleNamespace(sizes=lambda rows: [3, 2], weights=[1.0, 2.0], names=["short.jsonl", "long.jsonl"])
-    chats = SimpleNamespace(_mixed=mixed, _rows={"train": None}, max_length=64, too_long="drop")
+    chats = SimpleNamespace(mixed=mixed, rows={"train": None}, max_length=64, too_long="drop")
     assert Chats.mixture(chats, SimpleNamespace(column=lambda name: [0, 2, 2, 4])) == [(3, 1.0), (1, 2.0)]
     with pytest.raises(DataError, match=r"all chats of long\.jsonl are longer than task\.max_length=64 tokens, and"):
         Chats.mixture(chats, SimpleNamespace(column=lambda name: [0, 2]))
