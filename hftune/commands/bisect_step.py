@@ -32,13 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--expect", metavar="LOSS", help="loss of that step, equal if it is rounded to as many digits (default: the ledger's)"
     )
     parser.add_argument("--tolerance", type=float, help="relative difference that counts as equal (default: 2e-6)")
-    parser.add_argument(
-        "--steps", type=int, default=1, metavar="K", help="compute at least the K steps up to it (default %(default)s)"
-    )
-    parser.add_argument(
-        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys that differ from the run's", dest="keys"
-    )
-    parser.add_argument("--losses", type=Path, metavar="FILE", help="JSON file for the losses of the K steps")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys that differ in this step", dest="keys")
     parser.add_argument("--data", nargs="+", default=[], metavar="PLACE", help="where the data are now, as for hftune replay")
     add_trust_code(parser)
     parser.error = partial(refuse, parser)  # type: ignore[method-assign]
@@ -59,20 +53,16 @@ def run(options: argparse.Namespace) -> int:
         print(f"hftune: {error}", file=sys.stderr)
         return STOP
     try:
-        steps = compute(history, options)
+        step = compute(history, options)
     except (Exception, SystemExit) as error:  # whatever the code of this revision raises
         print(f"hftune: {error}" if isinstance(error, (ConfigError, DataError)) else traceback.format_exc(), file=sys.stderr)
         return STOP if "--trust-code" in str(error) else SKIPPED
-    if options.losses is not None:
-        import json
-
-        options.losses.write_text(json.dumps([step.loss for step in steps]), encoding="utf-8")
-    return judge(history, steps[-1], options)
+    return judge(history, step, options)
 
 
 def check(options: argparse.Namespace) -> History:
     """Return the run, or raise ConfigError for what would be wrong with every revision."""
-    check_at_least_1(options, "step", "steps")
+    check_at_least_1(options, "step")
     check_single("hftune bisect-step")
     if options.tolerance is not None and not options.tolerance >= 0:
         raise ConfigError(f"--tolerance {options.tolerance} must be 0 or more.")
@@ -86,7 +76,7 @@ def check(options: argparse.Namespace) -> History:
     history.check_step(options.step)
     line = history.ledger.steps.get(options.step, {})  # the step at which the run stopped has none
     if line.get("skipped"):
-        raise ConfigError(f"Step {options.step} was left out of {options.run_folder}, by train.skip: it has no loss.")
+        raise ConfigError(f"Step {options.step} was skipped by {options.run_folder} (train.skip): it has no loss.")
     if options.expect is None and line.get("loss") is None:
         raise ConfigError(
             f"The ledger of {options.run_folder} has no loss of step {options.step}. Say what to expect: --expect LOSS."
@@ -94,19 +84,18 @@ def check(options: argparse.Namespace) -> History:
     return history
 
 
-def compute(history: History, options: argparse.Namespace) -> list[ReplayedStep]:
-    """Replay up to the step, and return the last K of those that were computed."""
+def compute(history: History, options: argparse.Namespace) -> ReplayedStep:
+    """Replay up to the step, and return it."""
     from hftune.replay.engine import Replayer
     from hftune.replay.history import Change
     from hftune.tracking.console import hide_reports
 
     hide_reports()
-    first = max(1, options.step - options.steps + 1)
-    with Replayer(history, first, Change(overrides=tuple(options.keys), from_step=first)) as replayer:
-        steps = [step for step in replayer.advance(options.step) if step.step >= first]
+    with Replayer(history, options.step, Change(overrides=tuple(options.keys), from_step=options.step)) as replayer:
+        steps = [*replayer.advance(options.step)]
     if not steps or steps[-1].step != options.step:
-        raise ConfigError(f"Step {options.step} is left out with these keys, so it has no loss.")
-    return steps
+        raise ConfigError(f"Step {options.step} is skipped with these keys, so it has no loss.")
+    return steps[-1]
 
 
 def expected(text: str) -> tuple[float, float]:
@@ -136,10 +125,10 @@ def judge(history: History, step: ReplayedStep, options: argparse.Namespace) -> 
         is_good = abs(step.loss - value) <= (allowed if options.tolerance is not None else max(allowed, half_a_digit))
     else:
         source, value, found = "in its ledger", line["loss"], difference(step, line)
-        is_good = found.same_samples and all(apart is None or apart <= tolerance for apart in (found.loss, found.grad_norm))
+        is_good = found.same_samples and found.largest <= tolerance
         if not found.same_samples:
             remark = ", of other samples"
-        elif not is_good and found.loss is not None and found.loss <= tolerance:
+        elif found.loss <= tolerance < found.grad_norm:
             remark = f", gradient norm {step.grad_norm!r} and {line['grad_norm']!r}"
     verdict = "good" if is_good else "bad"
     print(

@@ -20,7 +20,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 from omegaconf import OmegaConf
 
 from hftune.batch_plan import BatchPlan
@@ -34,16 +33,6 @@ from hftune.tracking.jsonl import read_lines
 if TYPE_CHECKING:
     from hftune.checkpoints.checkpointer import Checkpoint
 
-SAID = {
-    ("train.epochs", "train.max_steps"): "changes the learning rate of all steps, as schedules end with the run",
-    (
-        "train.micro_batch_size",
-        "train.micro_batch_tokens",
-        "train.packing",
-        "train.parts",
-    ): "cuts steps into other micro-batches, which draw other dropout",
-}
-"""What other keys do that one might not expect."""
 BOUNDS = ("micro_batch_size", "micro_batch_tokens")
 """Keys of the section train, and of a start line, that say how a step is cut into micro-batches."""
 
@@ -62,11 +51,6 @@ class Change:
 
     def __bool__(self) -> bool:
         return bool(self.overrides or self.without or self.skip)
-
-    def remarks(self) -> list[str]:
-        """Return what a user may not expect of these overrides, one sentence each."""
-        keys = {word.partition("=")[0] for word in self.overrides}
-        return [f"{key} {effect}." for said, effect in SAID.items() for key in said if key in keys]
 
     def overrides_at(self, step: int) -> tuple[str, ...]:
         """Return the overrides that are in force at a step."""
@@ -115,13 +99,10 @@ class History:
         """Return the line that training wrote when it last started before a step; of steps to come, the last one."""
         return self.ledger.starts_of[min(step, self.last)]
 
-    def is_next(self, step: int) -> bool:
-        """Say whether a step is the one at which the run stopped, perhaps because its loss was not finite."""
-        return step == self.last + 1 <= self.start_of(step).get("num_steps", 0)
-
     def check_step(self, step: int) -> None:
         """Refuse a step that the run never took, nor was about to take, or raise ConfigError."""
-        if step not in self.ledger.steps and not self.is_next(step):
+        is_next = step == self.last + 1 <= self.start_of(step).get("num_steps", 0)  # at which it stopped, as by a loss of nan
+        if step not in self.ledger.steps and not is_next:
             raise ConfigError(f"{self.folder} has no step {step:,}: it has {min(self.ledger.steps):,} to {self.last:,}.")
 
     def samples_of(self, step: int) -> np.ndarray:
@@ -147,26 +128,25 @@ class History:
                         f"step {change.from_step:,}, it would be another run than before. Change it from the start: --from 1."
                     )
 
-    def recipe_at(self, step: int, *overrides: str, trust_code: bool | None = None, to_run: bool = True) -> Recipe:
-        """Return the recipe that was in force at a step, with what was settled when training started there put in.
+    def recipe_at(self, step: int, *overrides: str, to_run: bool = True) -> Recipe:
+        """Return the recipe that was in force at a step, with what training resolved when it started put in.
 
         It names a folder of its own for output and no trackers, and the data where they are now.
 
         Args:
-            to_run: it has to be one that can be run here. False: it is only read, so its data may be gone.
+            to_run: whether it must be possible to run it here. False: it is only read, so its data may be gone.
 
         Raises:
             ConfigError: the recipe cannot be read here; a file of the data is not where it was.
         """
         start = self.start_of(step)
-        nested = as_replayed(self._recipe_before(step, start), start, overrides)
+        nested = as_replayed(copy.deepcopy(start["recipe"]), start, overrides)
         nested["output_dir"] = str(self.aside)
-        trust = self.trust_code if trust_code is None else trust_code
         with TemporaryDirectory(prefix="hftune-replay-") as folder:
             path = Path(folder) / f"{self.folder.name}.yaml"
             path.write_text(OmegaConf.to_yaml(OmegaConf.create(nested)), encoding="utf-8")  # which quotes 1e3, unlike PyYAML
             try:
-                recipe = Recipe.load(path, moved_data(nested["task"], self.data), *overrides, trust_code=trust)
+                recipe = Recipe.load(path, moved_data(nested["task"], self.data), *overrides, trust_code=self.trust_code)
             except ConfigError as error:
                 raise ConfigError([text.replace(str(path), str(self.folder)) for text in error.problems]) from error
         origins = recipe.source.origins
@@ -184,17 +164,6 @@ class History:
             ) from error
         return recipe
 
-    def _recipe_before(self, step: int, start: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the recipe of a start line; of a ledger without recipes, that of the nearest checkpoint, or of the folder."""
-        if "recipe" in start:
-            return copy.deepcopy(start["recipe"])
-        earlier = [number for number in self.checkpoint_steps() if number < step]
-        folders = [*(self.checkpoint_path(number) for number in reversed(earlier)), self.folder]
-        path = next((folder / "recipe.yaml" for folder in folders if (folder / "recipe.yaml").is_file()), None)
-        if path is None:
-            raise ConfigError(f"{self.folder} holds no recipe.yaml: name the output folder of a run.")
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-
     def checkpoint_steps(self) -> list[int]:
         """List the steps of the checkpoints that belong to the run's history, ascending. Their tensors are not verified."""
         found = set()
@@ -206,9 +175,8 @@ class History:
 
     def checkpoint_path(self, step: int) -> Path:
         """Return the folder of a checkpoint of ``checkpoint_steps``: the run's own, or one that a replay has filled in."""
-        name = f"step_{step:08d}"
-        own = self.folder / "checkpoints" / name
-        return own if self._belongs(own, step) else self.aside / "checkpoints" / name
+        own = path_of(self.folder, step)
+        return own if self._belongs(own, step) else path_of(self.aside, step)
 
     def line_digest(self, step: int) -> str:
         """Return the SHA-256 of a step's line in the ledger, by which a checkpoint from a replay knows its run."""
@@ -261,6 +229,11 @@ class History:
         return median(seconds) if seconds else None
 
 
+def path_of(folder: Path, step: int) -> Path:
+    """Return the path of a step's checkpoint in a run's folder. The same as in ``checkpoints``, which imports torch."""
+    return folder / "checkpoints" / f"step_{step:08d}"
+
+
 @contextmanager
 def held(path: Path) -> Iterator[Path]:
     """Yield a checkpoint that a run in progress cannot remove while it is read: hard links to its files, beside the run.
@@ -278,7 +251,7 @@ def held(path: Path) -> Iterator[Path]:
 
 
 def as_replayed(nested: dict[str, Any], start: Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a run's recipe as a replay needs it: what training settled at its start is put in, and what only shows is off.
+    """Return a run's recipe as a replay needs it: with what training resolved at its start, and without what only shows.
 
     Args:
         nested: the recipe by section, which is changed.
@@ -296,20 +269,14 @@ def as_replayed(nested: dict[str, Any], start: Mapping[str, Any], overrides: Seq
         train["mixed_precision"] = start["precision"]
     if train.get("packing") == "auto" and start.get("packed") is False:
         train["packing"] = "off"  # as training found out then
-    adapter = nested.get("adapter") or {}
-    if adapter.get("base_dtype") == "auto" and train.get("mixed_precision") == "bf16" and on_gpu(start):
+    adapter, device = nested.get("adapter") or {}, start.get("hardware", {}).get("device", "cpu")
+    if adapter.get("base_dtype") == "auto" and train.get("mixed_precision") == "bf16" and device != "cpu":
         adapter["base_dtype"] = "bf16"
-    world_size = ProcessInfo.from_environment().world_size
-    if world_size != start["world_size"]:
+    if ProcessInfo.from_environment().world_size != start["world_size"]:
         nested.pop("parallel", None)  # a pipeline is replayed as one process, or some, that have the whole model
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() not in ("1", "true", "yes", "y", "on", "t"):
         train["fsdp_gather"] = "float32"
     return nested
-
-
-def on_gpu(start: Mapping[str, Any]) -> bool:
-    """Say whether training started on GPUs."""
-    return start.get("hardware", {}).get("device", "cpu") != "cpu"
 
 
 def moved_data(task: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:

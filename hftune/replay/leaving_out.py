@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hftune.distributed.progress import Progress
 from hftune.errors import ConfigError
-from hftune.replay.samples import cut_row, sample_losses
+from hftune.replay.sample_losses import cut_row, sample_losses
 from hftune.strategies.base import StepBatch, Strategy
 from hftune.strategies.data_parallel import DataParallel
 from hftune.task import BatchLossTask, Task
@@ -53,7 +53,7 @@ class LeavingOut(DataParallel):
 
         def loss(index: int, outputs: Any, target: Any) -> Tensor:
             samples = batch.mine[index].samples.tolist()
-            return self._masked(sample_losses(task, outputs, target, len(samples)), samples).sum()
+            return self._masked(torch.stack(sample_losses(task, outputs, target, len(samples))), samples).sum()
 
         return loss
 

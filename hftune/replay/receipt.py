@@ -14,6 +14,7 @@ from typing import Any
 from hftune.atomic import atomic_path
 from hftune.checkpoints.atomic_files import sha256_of
 from hftune.errors import ConfigError
+from hftune.replay.history import path_of
 from hftune.replay.ledger import read_ledger
 
 NAME = "receipt.json"
@@ -161,8 +162,3 @@ def hashes_of(line: Mapping[str, Any]) -> Hashes:
 def facts_of(start: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a start line of the ledger says, without its link to the line before."""
     return {name: value for name, value in start.items() if name != "prev"}
-
-
-def path_of(folder: Path, step: int) -> Path:
-    """Return the path of a step's checkpoint in a run's folder. The same as in ``checkpoints``, which imports torch."""
-    return folder / "checkpoints" / f"step_{step:08d}"

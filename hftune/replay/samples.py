@@ -1,4 +1,4 @@
-"""Each sample's own loss and gradient, in the micro-batch and under the dropout that it was trained with."""
+"""What each sample did in a step: its own loss and gradient, in the micro-batch and under the dropout of its training."""
 
 # Shapes: B samples of a micro-batch.
 
@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from hftune.errors import ConfigError, TrainingError
+from hftune.errors import ConfigError
 from hftune.models.trial import restored_buffers
+from hftune.replay.sample_losses import cut_row, sample_losses
 from hftune.strategies.absent_model import ModelNeeded, absent_model
 from hftune.strategies.base import StepBatch, StepReport, Strategy
 from hftune.strategies.data_parallel import DataParallel
@@ -28,9 +28,6 @@ from hftune.task import BatchLossTask, Task, ask
 
 if TYPE_CHECKING:
     from hftune.replay.engine import Replayer
-
-EXACT = 1e-5
-"""Largest difference between a micro-batch's loss and the sum of its samples' losses, in units of that sum: float32 rounds."""
 
 EachLoss = Callable[[int, Any, Any], tuple[Sequence[Tensor], Sequence[Tensor]]]
 
@@ -47,9 +44,9 @@ class SampleRecord:
     """Over its items."""
     loss_share: float = math.nan
     """Of the loss of the step."""
-    grad_norm: float | None = None
+    grad_norm: float = math.nan
     """Of its part of the step's gradient."""
-    gradient_share: float | None = None
+    gradient_share: float = math.nan
     """g . G / G . G, for its part g of the step's gradient G: adds up to 1 over the samples of a step. Negative for a sample
     that pulls against the others."""
     answer: Mapping[str, Any] = field(default_factory=dict)
@@ -63,75 +60,14 @@ class SampleRecord:
         return self.loss_sum / self.items if self.items else 0.0
 
 
-# The loss of each sample
-
-
-def sample_losses(task: Task, outputs: Any, target: Any, num_rows: int) -> Tensor:
-    """Return the summed loss of each sample of a micro-batch, (B,), with its graph: ``task.loss`` of its row alone.
-
-    The forward pass is that of the whole micro-batch. A sample that is computed alone draws another dropout, and so has
-    another loss: by 5 % in the middle, and up to 20 %, in a trial with BERT.
-
-    Args:
-        outputs: what the model returned for the micro-batch. With gradients, it must not have been given ``targets``: a loss
-            that was computed together with the head is known as a sum only.
-        target: ``task.target`` of the micro-batch.
-        num_rows: B.
-
-    Raises:
-        TrainingError: the loss of the micro-batch is not the sum of its samples' losses.
-    """
-    return torch.stack(_each_loss(task, outputs, target, num_rows))
-
-
-def _each_loss(task: Task, outputs: Any, target: Any, num_rows: int) -> list[Tensor]:
-    """Return ``sample_losses`` as scalars, each of which can be differentiated without the others."""
-    if isinstance(task, BatchLossTask):  # compares the samples with each other
-        losses = [*task.batch_losses(task.embed(outputs, target), task.batch_labels(target))]
-    elif (token_losses_BT := getattr(outputs, "losses", None)) is not None:  # of a head that computed them; without gradients
-        losses = [*token_losses_BT.sum(1)]
-    else:
-        losses = [task.loss(*cut_row((outputs, target), row, num_rows)) for row in range(num_rows)]
-    _check_sum(task, losses, outputs, target)
-    return losses
-
-
-def cut_row(values: Any, row: int, num_rows: int) -> Any:
-    """Cut one row out of all tensors that have ``num_rows`` of them, and leave anything else as it is."""
-    return tree_map(partial(_cut, row=row, num_rows=num_rows), values)
-
-
-def _cut(value: Any, row: int, num_rows: int) -> Any:
-    has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == num_rows
-    return value[row : row + 1] if has_rows else value
-
-
-@torch.no_grad()
-def _check_sum(task: Task, losses: Sequence[Tensor], outputs: Any, target: Any) -> None:
-    """Raise TrainingError unless the losses add up to what training computed. Losses that are not finite cannot be compared."""
-    whole, each = float(task.loss(outputs, target)), torch.stack([*losses]).tolist()
-    if abs(whole - math.fsum(each)) > EXACT * max(math.fsum(map(abs, each)), 1e-3):
-        raise TrainingError(
-            f"{type(task).__name__}.loss of a micro-batch is {whole:.6g}, and {math.fsum(each):.6g} if it is added up sample "
-            "by sample, so single samples have no loss of their own. It must be a sum over samples, each of which has its row "
-            "in the model's outputs and in the target: a tensor, or tensors in dicts, lists or tuples."
-        )
-
-
-# Looking into a step
-
-
-def look_inside(
-    replayer: Replayer, batch: StepBatch, report: StepReport, gradients: bool = True, pictures: int = 0
-) -> list[SampleRecord] | None:
+def look_inside(replayer: Replayer, batch: StepBatch, report: StepReport, pictures: int = 0) -> list[SampleRecord] | None:
     """Return what each sample of a step did, between its backward pass and the optimizer's step. Leaves no trace. Collective.
 
-    A pass over each micro-batch and, with ``gradients``, a backward pass for each sample: about as long as 5 steps for 32
-    samples. In a loss that compares the samples of a step with each other, the gradient of a sample is what flows through its
-    own embeddings.
+    It takes a pass over each micro-batch and a backward pass for each sample: about as long as 5 steps for 32 samples. In a
+    loss that compares the samples of a step, the gradient of a sample is what flows through its own embeddings.
 
     Args:
-        pictures: of so many samples with the greatest loss.
+        pictures: how many of the samples with the greatest loss get their picture.
 
     Returns:
         A record for each sample on the main process, in the order of the micro-batches; None elsewhere.
@@ -140,10 +76,10 @@ def look_inside(
         ConfigError: the processes do not hold the whole model each.
         TrainingError: see ``sample_losses``.
     """
-    strategy, task = whole_model(replayer), replayer.recipe.task
-    parameters = [value for value in strategy.sharding.model.parameters() if value.grad is not None] if gradients else []
+    strategy, task = whole_model(replayer), replayer.task
+    parameters = [value for value in strategy.sharding.model.parameters() if value.grad is not None]
     records: list[SampleRecord] = []
-    with leaving_no_trace(strategy.sharding.model), nullcontext() if gradients else torch.no_grad():
+    with leaving_no_trace(strategy.sharding.model):
         each_loss = _differentiable_losses(replayer, batch)
         for index, (micro_batch, weight) in enumerate(zip(batch.mine, batch.weights, strict=True)):
             if not weight:
@@ -155,8 +91,7 @@ def look_inside(
                 SampleRecord(sample, micro_batch.index, float(task.num_items(cut_row(target, row, count))), losses[row].item())
                 for row, sample in enumerate(micro_batch.samples.tolist())
             ]
-            if gradients:
-                found = _with_gradients(found, parts, parameters, report, strategy.exact)
+            found = _with_gradients(found, parts, parameters, report, strategy.exact)
             records += _with_answers(found, task, outputs, inputs, pictures)
     gathered = strategy.gather_to_main(records)
     return None if gathered is None else _with_shares(gathered, pictures)
@@ -191,11 +126,11 @@ def _differentiable_losses(replayer: Replayer, batch: StepBatch) -> EachLoss:
 
     The gradient of each scalar is the sample's part of the step's gradient, before it is divided by the items. Collective.
     """
-    task = replayer.recipe.task
+    task = replayer.task
     if not isinstance(task, BatchLossTask):
 
         def alone(index: int, outputs: Any, target: Any) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-            losses = _each_loss(task, outputs, target, len(batch.mine[index].samples))
+            losses = sample_losses(task, outputs, target, len(batch.mine[index].samples))
             return losses, losses
 
         return alone
@@ -220,6 +155,24 @@ def compared_losses(replayer: Replayer, task: BatchLossTask, batch: StepBatch, s
             embeddings.append(task.embed(outputs, target))
             labels.append(task.batch_labels(target))
     return step_losses(task, batch, embeddings, labels, strategy.sum)
+
+
+def batch_loss(replayer: Replayer, batch: StepBatch, step: int) -> float:
+    """Return the mean loss of a batch at the present weights, with the dropout of its own step. Leaves no trace. Collective."""
+    strategy, task = whole_model(replayer), replayer.task
+    own = torch.zeros(2, dtype=strategy.exact, device=strategy.device)
+    own[1] = batch.counts[0]
+    with leaving_no_trace(strategy.sharding.model), torch.no_grad():
+        if isinstance(task, BatchLossTask):
+            losses_B, _ = compared_losses(replayer, task, batch, step)
+            own[0] = losses_B.sum() if strategy.is_main else 0.0
+        else:
+            for index, weight in enumerate(batch.weights):
+                if weight:
+                    outputs, inputs = strategy.compute_again(batch, index, replayer.recipe.seed, step - 1)
+                    own[0] += task.loss(outputs, task.target(inputs))
+    loss, items = strategy.sum(own).tolist()
+    return loss / items
 
 
 def _with_gradients(

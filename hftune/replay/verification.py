@@ -29,8 +29,8 @@ from hftune.models.weights import weights_digest
 from hftune.replay.differences import first_use
 from hftune.replay.engine import ReplayedStep, Replayer
 from hftune.replay.file_checks import Check, first_few
-from hftune.replay.history import History
-from hftune.replay.receipt import Hashes, Receipt, changed_checkpoints, path_of
+from hftune.replay.history import History, path_of
+from hftune.replay.receipt import Hashes, Receipt, changed_checkpoints
 from hftune.replay.segments import Segment, segments_between
 from hftune.replay.speed_limit import SpeedLimit, why_unlimited
 from hftune.replay.tolerance import difference

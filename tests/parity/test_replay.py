@@ -11,10 +11,9 @@ import torch
 
 from hftune import ConfigError, cli
 from hftune.models import scored_head
-from hftune.replay.earlier_weights import batch_loss
 from hftune.replay.engine import Replayer
 from hftune.replay.history import Change, History
-from hftune.replay.samples import look_inside
+from hftune.replay.samples import batch_loss, look_inside
 from hftune.replay.tolerance import TOLERANCE, difference
 from tests.support.runs import FSDP, SMALL, Command, train_on
 
@@ -172,7 +171,7 @@ def test_steps_on_both_sides_of_a_resume_have_the_recipes_of_their_time(alone, t
     assert steps[2].lr > 3 * steps[1].lr
 
 
-def test_step_that_was_left_out_is_left_out_again(alone):
+def test_step_that_was_skipped_is_skipped_again(alone):
     steps, found = replayed(alone["skipping"], 3, 5)
     assert [step.step for step in steps] == [3, 5] and all(one.is_bit_equal for one in found)
 
@@ -188,7 +187,7 @@ def test_change_from_the_first_step_gives_the_run_that_was_changed_so(alone):
 def test_sample_without_weight_stays_in_the_forward_pass_of_the_others(alone, name):
     history, seen = History.open(alone[name], trust_code=True), []
     with Replayer(history, 4) as replayer:
-        *_, was = replayer.advance(4, lambda replayer, *step: seen.append(look_inside(replayer, *step, gradients=False)))
+        *_, was = replayer.advance(4, lambda replayer, *step: seen.append(look_inside(replayer, *step)))
         left_out = seen[-1][0]
         replayer.restart(Change(without=frozenset([left_out.sample]), from_step=4))
         *_, step = replayer.advance(4)
@@ -233,7 +232,7 @@ def test_change_is_shown_beside_what_happened(alone, tmp_path, capsys):
     ]
     assert cli.main(words) == 0
     said, rows = capsys.readouterr().out, (tmp_path / "new" / "steps.jsonl").read_text().splitlines()
-    assert "left out" in said and [json.loads(row)["step"] for row in rows] == [3, 5]
+    assert "skipped" in said and [json.loads(row)["step"] for row in rows] == [3, 5]
     assert [json.loads(row)["lr"] < json.loads(row)["then"]["lr"] for row in rows] == [True, True]
 
 

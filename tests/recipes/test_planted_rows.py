@@ -48,12 +48,12 @@ def test_flipped_labels_garbage_and_an_overlong_text_are_named(texts, capsys):
     assert len(rows) == 32 and rows[0]["text"] and rows[0]["label"] != rows[0]["prediction"]
     assert sum(row["gradient_share"] for row in rows) == pytest.approx(1, abs=1e-4)
     by_sample = {row["sample"]: row for row in rows}
-    assert [sample for sample, row in by_sample.items() if row["odd"]] in [
+    assert [sample for sample, row in by_sample.items() if row["outlier"]] in [
         [TEXTS.garbage, TEXTS.overlong],
         [TEXTS.overlong, TEXTS.garbage],
     ]
     assert by_sample[TEXTS.garbage]["bits_a_token_rank"] == 1 and by_sample[TEXTS.overlong]["tokens_rank"] == 1
-    assert "bit-equal" in lines[1] and " ".join(lines[2].split()) == "loss of it gradient sample label -> said text"
+    assert "bit-equal" in lines[1] and " ".join(lines[2].split()) == "loss of it gradient sample label -> predicted text"
     assert any(line.startswith("The worst 6 of the 32 samples of step 58 make 9") for line in lines)
     assert any(line.startswith("The batch makes this loss, no update before it; the steps before it had 0.0") for line in lines)
     without = ",".join(map(str, TEXTS.flipped))
@@ -90,11 +90,11 @@ def test_an_update_that_raised_the_loss_is_named(texts, capsys, tmp_path):
     assert len(said) == 1 and not any(line.startswith("Try") for line in lines), lines
 
 
-def test_flipped_digits_are_ranked_first_and_shown_as_pictures_and_noise_is_odd(tmp_path, capsys):
+def test_flipped_digits_are_ranked_first_and_shown_as_pictures_and_noise_is_an_outlier(tmp_path, capsys):
     data = ("task.dataset=tests.support.planted:digits", f"train.batch_size={DIGITS.batch_size}", "train.epochs=8")
     train(Recipe.load("mnist_demo", *data, *OFTEN, f"output_dir={tmp_path / 'run'}"))
     lines, rows, output = replay(capsys, tmp_path / "run", f"--step={DIGITS.step}", "--worst=8")
     assert len({row["sample"] for row in rows[:8]} & {*DIGITS.flipped}) >= 4
-    assert any(line.startswith(f"Odd samples here: {DIGITS.garbage} (") for line in lines)
+    assert any(line.startswith(f"Outliers in this step: {DIGITS.garbage} (") for line in lines)
     pictures = [np.asarray(Image.open(output / row["picture"])) for row in rows[:8]]
     assert all(picture.shape == (28, 28, 3) and picture.std() > 0 for picture in pictures) and "picture" not in rows[8]

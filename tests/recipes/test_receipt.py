@@ -18,8 +18,9 @@ from hftune.checkpoints.checkpointer import tensor_hashes
 from hftune.commands.verify import NAME_WIDTH
 from hftune.data.digest import row_hashes
 from hftune.data.row_hashes import root, write_rows
+from hftune.replay.history import path_of
 from hftune.replay.ledger import read_ledger
-from hftune.replay.receipt import make_receipt, path_of, read_receipt, write_receipt
+from hftune.replay.receipt import make_receipt, read_receipt, write_receipt
 from tests.support.runs import SMALL, train_on
 
 WORDS = (

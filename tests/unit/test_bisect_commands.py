@@ -144,13 +144,13 @@ def test_exit_code_says_whether_the_step_is_as_it_was(capsys, changed, expect, t
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ({"skipped": True}, "Step 3 was left out of out, by train.skip"),
+        ({"skipped": True}, "Step 3 was skipped by out"),
         ({}, "The ledger of out has no loss of step 3. Say what to expect"),
     ],
 )
 def test_step_without_a_loss_is_refused(monkeypatch, line, said):
     history = SimpleNamespace(ledger=SimpleNamespace(steps={3: line}), check_step=lambda step: None)
     monkeypatch.setattr("hftune.replay.history.History.open", lambda *_, **__: history)
-    options = argparse.Namespace(step=3, steps=1, run_folder="out", expect=None, tolerance=None, trust_code=False, data=[])
+    options = argparse.Namespace(step=3, run_folder="out", expect=None, tolerance=None, trust_code=False, data=[])
     with pytest.raises(ConfigError, match=said):
         check(options)

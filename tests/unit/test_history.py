@@ -68,13 +68,6 @@ def test_frozen_weights_of_adapters_keep_their_precision_on_another_device(tmp_p
     assert History.open(recorded(tmp_path / "cpu", *words)).recipe_at(3).adapter.base_dtype == "auto"
 
 
-def test_what_one_might_not_expect_of_a_change_is_said():
-    assert Change(("train.lr=1", "train.max_steps=9", "train.micro_batch_size=4")).remarks() == [
-        "train.max_steps changes the learning rate of all steps, as schedules end with the run.",
-        "train.micro_batch_size cuts steps into other micro-batches, which draw other dropout.",
-    ]
-
-
 def test_pipeline_is_replayed_without_its_stages_on_another_number_of_processes(tmp_path, monkeypatch):
     words = ("parallel.pipeline_stages=2", "parallel.schedule=gpipe")
     history = History.open(recorded(tmp_path / "out", *words, world_size=2, recipe="wikitext2_demo"))
@@ -155,12 +148,12 @@ def test_folder_without_a_ledger(tmp_path, capsys):
     assert refused(capsys, folder, "--step", 1) == f"{folder} has not finished a step yet: there is nothing to replay."
 
 
-def test_step_that_was_left_out(tmp_path, capsys):
+def test_step_that_was_skipped(tmp_path, capsys):
     folder = recorded(tmp_path / "out", last=2)
     with (folder / "ledger.jsonl").open("a") as file:
         file.write('{"step": 3, "epoch": 0, "step_in_epoch": 2, "skipped": true}\n')
     assert refused(capsys, folder, "--step", 3) == (
-        "Step 3 was left out of the run (train.skip). To see what it would have done: --set train.skip=[]"
+        "Step 3 was skipped by the run (train.skip). To see what it would have done: --set train.skip=[]"
     )
 
 
@@ -196,7 +189,7 @@ def test_samples_left_out_that_would_change_nothing_or_leave_nothing(tmp_path, c
     said = refused(capsys, folder, "--step", 4, "--without", third)
     assert said == "--without: step 4 uses none of these samples, so nothing would be changed."
     said = refused(capsys, folder, "--steps", "3:4", "--without", fourth)
-    assert said == "--without: these are all samples of step 4. To leave the whole step out: --skip 4"
+    assert said == "--without: these are all samples of step 4. To skip the whole step: --skip 4"
 
 
 def test_data_that_have_moved(tmp_path, capsys):

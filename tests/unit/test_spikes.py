@@ -1,4 +1,4 @@
-"""What is said of a loss: odd samples, whether batch or update is to blame, and the lines in the terminal."""
+"""What is said of a loss: outliers, whether batch or update is to blame, and the lines in the terminal."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from hftune.replay.history import History
-from hftune.replay.oddity import oddities
+from hftune.replay.inspection import Findings, Inspection, answer_of, text_of
+from hftune.replay.outliers import find_outliers
 from hftune.replay.samples import SampleRecord
-from hftune.replay.verdict import Usual, losses_of, suspect_of, usual_loss, verdict
-from hftune.replay.view import Findings, Inspection, answer_of, text_of
+from hftune.replay.spikes import Usual, judge_spike, losses_of, suspect_of, usual_loss
 from hftune.task import Task
 
-# Odd samples
+# Outliers
 
 
 def texts(count: int = 200) -> list[dict]:
@@ -27,37 +27,39 @@ def texts(count: int = 200) -> list[dict]:
     return [{"input_ids": [draw.randrange(50) for _ in range(length)], "cut": False, "labels": 1} for length in lengths]
 
 
-def test_garbage_overlong_and_repeated_texts_are_odd_and_nothing_else():
+def outliers(rows, samples):
+    return {sample: found for sample, found in find_outliers(rows, samples).items() if found.reasons}
+
+
+def test_garbage_overlong_and_repeated_texts_are_outliers_and_nothing_else():
     rows = texts()
     rows[3] = {"input_ids": list(range(1000, 1030)), "cut": False}  # tokens that no other text has
     rows[5] = {"input_ids": [token % 50 for token in range(400)], "cut": True}
     rows[7] = {"input_ids": [49] * 30, "cut": False}
-    found = oddities(Task, rows, range(0, 40))
-    assert [sample for sample, oddity in found.items() if oddity.is_odd] == [3, 5]
-    assert str(found[3]) == f"{found[3].measures[1].value:.1f} bits a token, usually 5.6"
-    assert str(found[5]) == "400 tokens, usually 30; cut"
-    assert [measure.rank for measure in (found[5].measures[0], found[3].measures[1])] == [1, 1]
-    assert found[3].to_dict()["bits_a_token_rank"] == 1 and found[3].measures[1].of == 200
+    found = outliers(rows, range(40))
+    assert [*found] == [3, 5]
+    assert found[3].reasons == [f"{found[3].values['bits a token']:.1f} bits a token, usually 5.6"]
+    assert found[5].reasons == ["400 tokens, usually 30", "cut"]
+    assert found[5].ranks["tokens"] == found[3].to_dict()["bits_a_token_rank"] == 1
 
 
-def test_where_many_texts_are_cut_that_is_not_odd():
-    rows = [{**row, "cut": index % 10 == 0} for index, row in enumerate(texts())]
-    assert not any(oddity.is_odd for oddity in oddities(Task, rows, range(50)).values())
+def test_where_many_texts_are_cut_that_makes_no_outlier():
+    assert not outliers([{**row, "cut": index % 10 == 0} for index, row in enumerate(texts())], range(50))
 
 
-def test_noise_and_an_empty_image_are_odd():
+def test_noise_and_an_empty_image_are_outliers():
     draw = np.random.default_rng(0)
     ramp = np.linspace(40, 200, 32)[:, None] * np.ones((1, 32))
     rows = [{"image": np.uint8(ramp + draw.normal(0, 5, (32, 32)).clip(-20, 20)), "label": 0} for _ in range(60)]
     rows[4] = {"image": draw.integers(0, 256, (32, 32), np.uint8), "label": 0}
     rows[9] = {"image": np.zeros((32, 32), np.uint8), "label": 0}
-    found = oddities(Task, rows, range(20))
-    assert [sample for sample, oddity in found.items() if oddity.is_odd] == [4, 9]
-    assert "roughness" in str(found[4]) and "0 brightness" in str(found[9])
+    found = outliers(rows, range(20))
+    assert [*found] == [4, 9]
+    assert "roughness" in found[4].reasons[-1] and found[9].reasons[0].startswith("0 brightness")
 
 
 def test_samples_that_are_neither_texts_nor_images_are_not_judged():
-    assert oddities(Task, [{"input": np.ones(3), "labels": 1}] * 5, [1, 2]) == {}
+    assert find_outliers([{"input": np.ones(3), "labels": 1}] * 5, [1, 2]) == {}
 
 
 # Batch or update
@@ -73,7 +75,7 @@ def test_samples_that_are_neither_texts_nor_images_are_not_judged():
         ([1.794, 1.941, 1.738, 1.958], Usual(1.6, 0.1),
          "The weights make this loss, not the batch: the update of step 10 raised it by 0.22."),
         ([1.794, 1.941, 1.738, 1.958], Usual(1.85, 0.1),
-         "Step 11 is no spike: the steps before it had 1.85 +- 0.1. But the updates before it move it up and down: the learning "
+         "Step 11 is no spike: the steps before it had 1.85 +- 0.1. But the updates before it move this loss up and down: the learning "
          "rate may be too high."),
         ([0.90, 1.2, 0.8, 1.0, 0.81], Usual(0.6, 0.05),
          "The updates before it move this loss up and down: the learning rate may be too high."),
@@ -88,16 +90,15 @@ def test_samples_that_are_neither_texts_nor_images_are_not_judged():
 )  # fmt: skip
 def test_batch_or_update(losses, usual, said):
     by_step = dict(zip(range(11 - len(losses), 11), losses, strict=True))
-    first, last = verdict(11, by_step, usual)
-    assert last == said
+    (first, last), blames_batch = judge_spike(11, by_step, usual)
+    assert last == said and blames_batch == last.startswith("The batch makes this loss")
     row = " ".join(f"{loss:g}" for loss in losses)
     assert first == f"The batch of step 11 at the weights after step {' '.join(map(str, by_step))}: {row}."
 
 
 def test_the_first_step_has_no_update_before_it():
-    assert verdict(1, {0: 2.3}, None) == [
-        "Nothing was computed before step 1, so that its batch has no loss at earlier weights."
-    ]
+    sentences, _ = judge_spike(1, {0: 2.3}, None)
+    assert sentences == ["Nothing was computed before step 1, so its batch has no loss at earlier weights."]
 
 
 def test_what_is_usual_is_the_middle_of_the_steps_before():
@@ -110,7 +111,7 @@ def test_of_several_steps_the_one_with_the_greatest_loss_is_judged():
     steps = {step: {"step": step, "loss": loss} for step, loss in enumerate([2.0, 1.9, 1.8, 3.0, 1.7, 1.6], start=1)}
     steps[5] = {"step": 5, "skipped": True}
     assert suspect_of(losses_of(steps), 3, 6) == 4
-    assert suspect_of(losses_of({5: {"step": 5}, 6: {"step": 6}}), 5, 6) == 5  # an old ledger has no losses
+    assert suspect_of(losses_of({5: {"step": 5}, 6: {"step": 6}}), 5, 6) == 5
 
 
 # The terminal
@@ -141,15 +142,15 @@ def findings(losses: dict[int, list[float]], worst: int) -> Findings:
         inspection.records[step] = [
             SampleRecord(next(numbers), 0, 1, value, share, 0.5, share, answer, picture) for value, share in pairs
         ]
-    inspection.earlier.losses |= {6: 0.5, 7: 0.6}
+    inspection.losses |= {6: 0.5, 7: 0.6}
     return inspection.findings(SimpleNamespace(task=Reviews(), datasets={"train": rows}))
 
 
 def test_the_worst_samples_are_lines_that_fit_the_terminal():
     found = findings({7: [0.1, 0.1, 4.0, 0.1, 0.1], 8: [0.2, 3.0, 0.2, 0.2, 0.2]}, worst=2)
     lines = found.lines(100)
-    assert lines[0] == "   loss  of it  gradient  step  sample  label -> said      picture              text"
-    assert lines[1].startswith("  4.000   91 %      91 %     7       2  1 star -> 5 stars  step_7_sample_2.png  text 2")
+    assert lines[0] == "   loss  of it  gradient  step  sample  label -> predicted  picture              text"
+    assert lines[1].startswith("  4.000   91 %      91 %     7       2  1 star -> 5 stars   step_7_sample_2.png  text 2")
     assert lines[3] == "One of the 5 samples of step 7 makes 91 % of its loss."
     assert lines[4].startswith("The batch of step 7 at the weights after step 6 7: 0.5 0.6.")
     assert lines[1].endswith("\N{HORIZONTAL ELLIPSIS}")
@@ -163,8 +164,8 @@ def test_where_all_samples_share_the_loss_none_is_named():
 
 def test_all_samples_go_into_a_file_and_the_pictures_of_the_worst_beside_it(tmp_path):
     found = findings({7: [0.1, math.nan, 4.0]}, worst=1)
-    paths = found.write(tmp_path / "new")
-    rows = [json.loads(line) for line in paths[0].read_text().splitlines()]
+    found.write(tmp_path / "new")
+    rows = [json.loads(line) for line in (tmp_path / "new" / "samples.jsonl").read_text().splitlines()]
     assert [(row["sample"], row["loss"]) for row in rows] == [(1, None), (2, 4.0), (0, 0.1)]  # NaN is the worst
     assert rows[0]["picture"] == "pictures/step_7_sample_1.png" and (tmp_path / "new" / rows[0]["picture"]).is_file()
     assert (rows[0]["label"], rows[0]["prediction"], "picture" in rows[1]) == ("1 star", "5 stars", False)
@@ -182,7 +183,9 @@ def test_answers_are_named_as_the_task_names_them():
 
 def test_loss_that_is_not_finite_is_due_to_the_update_since_which_it_is_not():
     nan = float("nan")
-    assert verdict(7, {4: 1.5, 5: nan, 6: nan}, None)[1] == (
-        "The weights make this loss, not the batch: since the update of step 5 it is not finite."
+    sentences, blames_batch = judge_spike(7, {4: 1.5, 5: nan, 6: nan}, None)
+    assert (
+        sentences[1] == "The weights make this loss, not the batch: not finite since the update of step 5." and not blames_batch
     )
-    assert verdict(7, {5: nan, 6: nan}, None)[1] == "The batch has no finite loss at any of these weights: look at its samples."
+    sentences, blames_batch = judge_spike(7, {5: nan, 6: nan}, None)
+    assert sentences[1] == "The batch has no finite loss at any of these weights: look at its samples." and blames_batch

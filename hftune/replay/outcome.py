@@ -1,22 +1,25 @@
-"""The part of ``hftune replay`` that needs torch: computes the steps, compares them with the ledger, prints and writes them."""
+"""Computes the steps that ``hftune replay`` is asked for, compares them with the ledger, prints and writes what it finds."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hftune.checkpoints.atomic_files import write_lines, write_text
-from hftune.commands.replay import Job
 from hftune.replay.engine import ReplayedStep, Replayer
 from hftune.replay.environment import environment_differences
+from hftune.replay.inspection import Findings, Inspection
+from hftune.replay.job import Job
 from hftune.replay.samples import holds_whole_model
 from hftune.replay.tolerance import StepDifference, difference
-from hftune.replay.view import Findings, Inspection
-from hftune.tracking.console import duration, hide_progress_bars, hide_reports, note, printed_width, short
+from hftune.tracking.console import aligned, duration, hide_progress_bars, hide_reports, note, printed_width, short
 from hftune.tracking.jsonl import strict_json
+
+RESULTS = ("loss", "grad_norm", "lr")
+NEXT = 10
+"""How many steps after those that were asked for would show a change."""
 
 
 @dataclass
@@ -53,10 +56,6 @@ class Outcome:
         """Whether what should be as it was is so, but for rounding."""
         return all(found.is_equal for _, found in self.compared())
 
-    def shown(self) -> list[ReplayedStep]:
-        """Return the steps that were asked for."""
-        return [step for step in self.steps if step.step >= self.job.first]
-
 
 def replay(job: Job) -> bool:
     """Replay, print what was found on the main process, and write it. Collective.
@@ -73,12 +72,12 @@ def replay(job: Job) -> bool:
         if not replayer.strategy.is_main:
             hide_reports()
         outcome = Outcome(job, replayer.step, replayer.parts.num_steps, replayer.strategy.num_processes)
-        inspection = inspection_of(job, replayer)
+        inspection = _inspection_of(job, replayer)
         for step in replayer.advance(job.last, None if inspection is None else inspection.look):
             outcome.steps.append(step)
-            if is_to_be_saved(outcome, replayer, step.step):
-                replayer.save(folder_of_checkpoints(job))
-        outcome.notices, outcome.seconds = [*job.change.remarks(), *replayer.notices], time.monotonic() - began
+            if _is_to_be_saved(outcome, replayer, step.step):  # those of a replay without change serve every later one
+                replayer.save((job.output if job.change else job.history.aside) / "checkpoints")
+        outcome.notices, outcome.seconds = replayer.notices, time.monotonic() - began
         if replayer.strategy.is_main:
             outcome.findings = None if inspection is None else inspection.findings(replayer)
             outcome.differences = [(found.kind, found.text) for found in environment_differences(replayer)]
@@ -87,22 +86,17 @@ def replay(job: Job) -> bool:
     return outcome.is_equal
 
 
-def inspection_of(job: Job, replayer: Replayer) -> Inspection | None:
+def _inspection_of(job: Job, replayer: Replayer) -> Inspection | None:
     """Return what looks at the samples while their gradient is there; None if nobody has asked for it, or it cannot be done."""
     if not job.worst and not job.why:
         return None
-    if not holds_whole_model(replayer.strategy) and not job.asked_to_look:
+    if not holds_whole_model(replayer.strategy) and not job.must_look:
         replayer.notices.append("The samples of a step can be shown where each process holds the whole model: on one process.")
         return None
     return Inspection(job.history, job.first, job.last, job.worst, job.why)
 
 
-def folder_of_checkpoints(job: Job) -> Path:
-    """Return where --save-every writes: those of a replay without change serve every later one."""
-    return (job.output if job.change else job.history.aside) / "checkpoints"
-
-
-def is_to_be_saved(outcome: Outcome, replayer: Replayer, step: int) -> bool:
+def _is_to_be_saved(outcome: Outcome, replayer: Replayer, step: int) -> bool:
     """Say whether --save-every asks for a checkpoint of this step. Later replays must be able to rely on it. Collective."""
     job = outcome.job
     if not job.save_every or step % job.save_every:
@@ -125,29 +119,21 @@ def write(outcome: Outcome) -> None:
 
 def summary(outcome: Outcome) -> dict[str, Any]:
     """Return what was found, as plain data."""
-    job, compared = outcome.job, [found for _, found in outcome.compared()]
-    differences = {
-        name: max((value for found in compared if (value := getattr(found, name)) is not None), default=None)
-        for name in ("loss", "grad_norm")
-    }
+    job, change, compared = outcome.job, outcome.job.change, [found for _, found in outcome.compared()]
+    changed = {"from": change.from_step, "set": [*change.overrides], "without": sorted(change.without)}
     return {
         "run": str(job.history.folder),
         "first": job.first,
         "last": job.last,
         "from_checkpoint": outcome.start,
         "processes": outcome.num_processes,
-        "change": {
-            "from": job.change.from_step,
-            "set": list(job.change.overrides),
-            "without": sorted(job.change.without),
-            "skip": sorted(job.change.skip),
-        }
-        if job.change
-        else None,
+        "change": changed | {"skip": sorted(change.skip)} if change else None,
         "equal": outcome.is_equal,
         "bit_equal": all(found.is_bit_equal for found in compared),
         "compared_steps": len(compared),
-        "largest_difference": differences,
+        "largest_difference": {
+            name: max((getattr(found, name) for found in compared), default=None) for name in ("loss", "grad_norm")
+        },
         "differences": [{"kind": kind, "text": text} for kind, text in outcome.differences],
         "notices": outcome.notices,
         "seconds": round(outcome.seconds, 3),
@@ -168,21 +154,16 @@ def rows_of(outcome: Outcome) -> list[dict[str, Any]]:
     ]
 
 
-RESULTS = ("loss", "grad_norm", "lr")
-NEXT = 10
-"""Steps after those that were asked for in which a change would show."""
-
-
 def report(outcome: Outcome) -> None:
     """Print what was found, as sentences and a table, or as JSON. Main process only."""
-    job = outcome.job
+    job, findings = outcome.job, outcome.findings
     if job.as_json:
-        samples = {} if outcome.findings is None else {"samples": outcome.findings.rows()}
+        samples = {} if findings is None else {"samples": findings.rows()}
         print(strict_json({**summary(outcome), "steps": rows_of(outcome), **samples}), flush=True)
         return
     for text in outcome.notices:
         print(note(text))
-    count, shown = len(outcome.steps), outcome.shown()
+    count = len(outcome.steps)
     origin = f"checkpoint {outcome.start:,}" if outcome.start else "the first weights"
     processes = "1 process" if outcome.num_processes == 1 else f"{outcome.num_processes} processes"
     print(
@@ -190,18 +171,16 @@ def report(outcome: Outcome) -> None:
         f"{duration(outcome.seconds)}. {verdict(outcome)}"
     )
     if outcome.steps and (last := outcome.steps[-1]).step not in outcome.lines:
-        print(
-            f"The run never finished step {last.step:,}. Here it has loss {last.loss:.6g}, gradient norm {last.grad_norm:.6g}."
-        )
+        print(f"The run never finished step {last.step:,}: loss {last.loss:.6g}, gradient norm {last.grad_norm:.6g} here.")
     is_exact = all(found.is_bit_equal for _, found in outcome.compared())
     if named := [pair for pair in outcome.differences if not is_exact or pair[0] == "data"]:
-        print("Other than in the run (there | here):")
-        print("\n".join(f"  {kind:<10}{text}" for kind, text in named))
+        print("Differs from the run (then | here):", *(f"  {kind:<10}{text}" for kind, text in named), sep="\n")
+    shown = {step.step: step for step in outcome.steps if step.step >= job.first}
     if job.change or len(shown) > 1:
-        print(table(outcome, shown))
-    if outcome.findings is not None:
-        print(*outcome.findings.lines(printed_width()), sep="\n")
-        if suspects := outcome.findings.to_leave_out:
+        print(*table(outcome, shown), sep="\n")
+    if findings is not None:
+        print(*findings.lines(printed_width()), sep="\n")
+        if suspects := findings.to_leave_out:
             end = max(job.last, min(max(outcome.lines), job.last + NEXT))
             print(f"Try: hftune replay {job.history.folder} --steps {job.first}:{end} --without {','.join(map(str, suspects))}")
     print(f"All numbers: {job.output}", flush=True)
@@ -225,40 +204,28 @@ def verdict(outcome: Outcome) -> str:
     if not found.same_samples:
         return f"{steps}: NOT equal. Step {wrong.step:,} has other samples here."
     return (
-        f"{steps}: NOT equal. Step {wrong.step:,} has loss {wrong.loss:.6g} here and {number_in(line, 'loss')} there, "
-        f"gradient norm {wrong.grad_norm:.6g} and {number_in(line, 'grad_norm')}."
+        f"{steps}: NOT equal. Step {wrong.step:,} has loss {wrong.loss:.6g} here and {_number(line, 'loss')} there, "
+        f"gradient norm {wrong.grad_norm:.6g} and {_number(line, 'grad_norm')}."
     )
 
 
-def number_in(line: Mapping[str, Any], name: str) -> str:
+def _number(line: Mapping[str, Any], name: str) -> str:
     """Format a number of the ledger, which has null for one that was not finite; "-" if it is not there."""
     if name not in line:
         return "-"
     return "nan" if line[name] is None else f"{line[name]:.6g}"
 
 
-def table(outcome: Outcome, steps: Sequence[ReplayedStep]) -> str:
-    """Format the steps that were asked for, with what happened beside them."""
-    head = ("step", "loss", "in the run", "differs", "norm", "in the run", "lr")
-    rows = [head]
-    computed = {step.step: step for step in steps}
+def table(outcome: Outcome, steps: Mapping[int, ReplayedStep]) -> Sequence[str]:
+    """Return the steps that were asked for as lines, with what happened beside them."""
+    rows = [("step", "loss", "in the run", "differs", "norm", "in the run", "lr")]
     for number in range(outcome.job.first, outcome.job.last + 1):
-        line, step = outcome.lines.get(number, {}), computed.get(number)
-        then = [number_in(line, name) for name in ("loss", "grad_norm")]
+        line, step = outcome.lines.get(number, {}), steps.get(number)
+        loss, norm = (_number(line, name) for name in ("loss", "grad_norm"))
         if step is None:
-            rows.append((f"{number:,}", "left out", then[0], "", "", then[1], ""))
+            rows.append((f"{number:,}", "skipped", loss, "", "", norm, ""))
             continue
         found = difference(step, line)
-        rows.append(
-            (
-                f"{number:,}",
-                f"{step.loss:.6g}",
-                then[0],
-                "bit-equal" if found.is_bit_equal else f"{found.loss:.1e}",
-                f"{step.grad_norm:.6g}",
-                then[1],
-                short(step.lr),
-            )
-        )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    return "\n".join("  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
+        differs = "bit-equal" if found.is_bit_equal else f"{found.loss:.1e}"
+        rows.append((f"{number:,}", f"{step.loss:.6g}", loss, differs, f"{step.grad_norm:.6g}", norm, short(step.lr)))
+    return aligned(rows, right=True)

@@ -1,0 +1,298 @@
+"""What a replay shows of the samples behind a loss: the worst ones, outliers, and whether batch or update is to blame."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hftune.batch_plan import BatchPlan
+from hftune.checkpoints.atomic_files import explain_write_errors, write_lines
+from hftune.replay.history import History
+from hftune.replay.outliers import Outlyingness, find_outliers, token_columns
+from hftune.replay.samples import SampleRecord, batch_loss, look_inside
+from hftune.replay.spikes import EARLIER, Verdict, judge_spike, losses_of, suspect_of, usual_loss
+from hftune.strategies.base import StepBatch, StepReport
+from hftune.task import Task, ask
+from hftune.tracking.console import columns_of, one_line, short
+from hftune.tracking.image_grid import write_image
+from hftune.tracking.jsonl import strict_json
+
+if TYPE_CHECKING:
+    from hftune.replay.engine import Replayer
+
+SAMPLES, PICTURES = "samples.jsonl", "pictures"
+PIPED_WIDTH = 120
+"""Columns of a line where there is no terminal."""
+OUTSTANDING = 3.0
+"""A sample stands out if it has this many times its share of the loss."""
+MAX_OUTLIERS = 5
+"""How many outliers are named in the terminal."""
+
+
+class Inspection:
+    """Looks into steps while they are replayed: hand ``look`` to ``Replayer.advance``, on all processes.
+
+    Args:
+        history: of the run.
+        first: the first of the steps that are looked into.
+        last: the last of them.
+        worst: how many samples to show; 0: none are looked at.
+        why: whether to say in any case if batch or update is to blame. It needs a replay that begins EARLIER steps before.
+    """
+
+    def __init__(self, history: History, first: int, last: int, worst: int = 0, why: bool = False):
+        self.first, self.last, self.worst, self.why = first, last, worst, why
+        losses = losses_of(history.ledger.steps)
+        self.suspect = suspect_of(losses, first, last)
+        """The step that the verdict is about."""
+        self.usual = usual_loss(losses, self.suspect)
+        self.losses: dict[int, float] = {}
+        """Of its batch under its own dropout, by the step after which the weights were those; its own loss is the last."""
+        self.records: dict[int, list[SampleRecord]] = {}
+        """Of each step that was looked into; on the main process."""
+        self._loaded: tuple[BatchPlan, StepBatch] | None = None
+
+    def look(self, replayer: Replayer, batch: StepBatch, report: StepReport) -> None:
+        """Take the notes of one step; see ``Replayer.advance``. Collective.
+
+        Raises:
+            ConfigError: see ``samples.whole_model``.
+        """
+        if replayer.step == self.suspect:
+            self.losses[self.suspect - 1] = report.loss
+        elif self.suspect - EARLIER <= replayer.step < self.suspect:
+            if self._loaded is None or self._loaded[0] is not replayer.plan:  # a resume may have changed the micro-batches
+                self._loaded = replayer.plan, replayer.batch_of(self.suspect)
+            self.losses[replayer.step - 1] = batch_loss(replayer, self._loaded[1], self.suspect)
+        if self.worst and self.first <= replayer.step <= self.last:
+            records = look_inside(replayer, batch, report, pictures=self.worst)
+            if records is not None:
+                self.records[replayer.step] = records
+
+    def findings(self, replayer: Replayer) -> Findings:
+        """Return what was found. Main process only."""
+        ranked = [(step, record) for step, records in self.records.items() for record in records]
+        ranked.sort(key=lambda pair: (not math.isnan(pair[1].loss), -pair[1].loss))  # what is not a number comes first
+        has_verdict = self.why or len(self.losses) > 1
+        verdict = judge_spike(self.suspect, self.losses, self.usual) if has_verdict else None
+        return Findings(replayer.task, replayer.datasets["train"], ranked, self.worst, self.suspect, self.losses, verdict)
+
+
+class Findings:
+    """What an inspection found, for a person, for a file and for programs.
+
+    Args:
+        task: of the run.
+        dataset: its training split, not augmented.
+        ranked: step and record of each sample that was looked at, the greatest loss first.
+        worst: how many of them to show.
+        suspect: the step that the verdict is about.
+        losses: of its batch, by the step after which the weights were those.
+        verdict: None if nobody has asked for it.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        dataset: Any,
+        ranked: Sequence[tuple[int, SampleRecord]],
+        worst: int,
+        suspect: int,
+        losses: Mapping[int, float],
+        verdict: Verdict | None,
+    ):
+        self.task, self.dataset, self.suspect, self.losses, self.verdict = task, dataset, suspect, losses, verdict
+        self.ranked, self.shown = ranked, ranked[:worst]
+
+    @cached_property
+    def outliers(self) -> Mapping[int, Outlyingness]:
+        """How far each sample that was looked at is from the others, by its number; empty for neither texts nor images."""
+        samples = sorted({record.sample for _, record in self.ranked})
+        return find_outliers(self.dataset, samples) if samples else {}
+
+    @property
+    def outstanding(self) -> list[int]:
+        """Samples that are shown and have far more than their share of the loss of their step."""
+        counts = {step: sum(other == step for other, _ in self.ranked) for step, _ in self.shown}
+        return sorted({record.sample for step, record in self.shown if record.loss_share * counts[step] > OUTSTANDING})
+
+    @property
+    def to_leave_out(self) -> list[int]:
+        """Samples that a replay without them may explain; none if the weights are to blame."""
+        return self.outstanding if self.verdict is None or self.verdict.blames_batch else []
+
+    def lines(self, width: int | None = None) -> list[str]:
+        """Return the lines for a terminal of this width; None: there is none."""
+        table = [cut_at(line, width or PIPED_WIDTH) for line in self._table()] if self.shown else []
+        return [*table, *self._summary(), *self._outliers_line(), *(self.verdict.sentences if self.verdict else [])]
+
+    def _table(self) -> list[str]:
+        """Return a line for each of the worst samples: columns of numbers, then of words."""
+        task, records = self.task, [record for _, record in self.shown]
+        numbers = {
+            "loss": [short(record.loss) for record in records],
+            "of it": [percent(record.loss_share) for record in records],
+            "gradient": [percent(record.gradient_share) for record in records],
+            "step": [f"{step:,}" for step, _ in self.shown] if len({step for step, _ in self.ranked}) > 1 else [],
+            "sample": [str(record.sample) for record in records],
+        }
+        rows = [row_in_data(task, self.dataset, record.sample) for record in records]
+        if rows != [record.sample for record in records] and None not in rows:
+            numbers["row"] = [str(row) for row in rows]
+        words = {
+            "label -> predicted": [answer_of(task, record.answer) for record in records],
+            "picture": ["" if record.picture is None else picture_name(step, record.sample) for step, record in self.shown],
+            "text": [one_line(text_of(task, self.dataset[record.sample]), PIPED_WIDTH) for record in records],
+        }
+        columns = [padded([head, *values], right=True) for head, values in numbers.items() if values]
+        columns += [padded([head, *values]) for head, values in words.items() if any(values)]
+        return [f"  {'  '.join(cells)}" for cells in zip(*columns, strict=True)]
+
+    def _summary(self) -> list[str]:
+        """Say whether few samples make the loss."""
+        if not self.shown:
+            return []
+        step = self.shown[0][0]
+        of_step = [record for number, record in self.ranked if number == step]
+        shown = [record for number, record in self.shown if number == step]
+        if broken := sum(not math.isfinite(record.loss_sum) for record in of_step):
+            return [f"{broken} of the {len(of_step)} samples of step {step:,} have a loss that is not finite."]
+        if not {record.sample for record in shown} & {*self.outstanding}:
+            share = percent(shown[0].loss_share)
+            return [f"No sample stands out: the worst of the {len(of_step)} of step {step:,} makes {share} of its loss."]
+        share = percent(math.fsum(record.loss_share for record in shown))
+        who, make = (f"The worst {len(shown)}", "make") if len(shown) > 1 else ("One", "makes")
+        return [f"{who} of the {len(of_step)} samples of step {step:,} {make} {share} of its loss."]
+
+    def _outliers_line(self) -> list[str]:
+        found = sorted((pair for pair in self.outliers.items() if pair[1].reasons), key=lambda pair: -pair[1].distance)
+        if not found:
+            return []
+        named = ", ".join(f"{sample} ({'; '.join(one.reasons)})" for sample, one in found[:MAX_OUTLIERS])
+        rest = f", and {len(found) - MAX_OUTLIERS} more in {SAMPLES}" if len(found) > MAX_OUTLIERS else ""
+        return [f"Outliers in this step: {named}{rest}."]
+
+    def why(self) -> dict[str, Any]:
+        """Return the verdict, for replay.json."""
+        if self.verdict is None:
+            return {}
+        losses = {str(step): loss for step, loss in sorted(self.losses.items())}
+        return {"why": {"step": self.suspect, "losses": losses, "said": self.verdict.sentences}}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each sample that was looked at, the greatest loss first."""
+        return [self._row(step, record) for step, record in self.ranked]
+
+    def _row(self, step: int, record: SampleRecord) -> dict[str, Any]:
+        names = ("micro_batch", "items", "loss", "loss_share", "grad_norm", "gradient_share")
+        row = {
+            "step": step,
+            "sample": record.sample,
+            "row": row_in_data(self.task, self.dataset, record.sample),
+            **{name: getattr(record, name) for name in names},
+            **{name: name_of(self.task, value) for name, value in record.answer.items()},
+        }
+        if text := text_of(self.task, self.dataset[record.sample]):
+            row["text"] = text
+        if record.picture is not None and (step, record.sample) in {(one, shown.sample) for one, shown in self.shown}:
+            row["picture"] = f"{PICTURES}/{picture_name(step, record.sample)}"
+        return row | (self.outliers[record.sample].to_dict() if record.sample in self.outliers else {})
+
+    def write(self, folder: Path) -> None:
+        """Write samples.jsonl and the pictures of the worst samples into the folder of a replay.
+
+        Raises:
+            TrainingError: a file cannot be written.
+        """
+        if not self.ranked:
+            return
+        with explain_write_errors(folder / SAMPLES):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_lines(folder / SAMPLES, (strict_json(row, ensure_ascii=False) + "\n" for row in self.rows()))
+        for step, record in self.shown:
+            if record.picture is not None:
+                write_image(folder / PICTURES / picture_name(step, record.sample), record.picture)
+
+
+# How a sample is shown
+
+
+def text_of(task: Task, example: Any) -> str:
+    """Return a sample as text: its tokens decoded, what the task marks, or the texts that are in it; "" if it is none."""
+    columns, tokenizer = token_columns(example), None
+    if columns and hasattr(type(task), "text_tokenizer"):
+        tokenizer = ask(task, "text_tokenizer", None)
+    if tokenizer is not None:
+        return " | ".join(tokenizer.decode(np.asarray(example[name]).tolist(), skip_special_tokens=True) for name in columns)
+    if hasattr(type(task), "marked"):
+        return "".join(piece for piece, _ in ask(task, "marked", [], example))
+    texts = [value for value in example.values() if isinstance(value, str)] if isinstance(example, Mapping) else []
+    return " | ".join(texts)
+
+
+def row_in_data(task: Task, dataset: Any, sample: int) -> Any:
+    """Return the row of a training sample in the data, which differs from its number if only some rows are used.
+
+    None if a sample is no row, such as a block of a running text.
+    """
+    if getattr(task, "texts_run_on", False):
+        return None
+    if not hasattr(task, "row_of"):
+        return sample
+    example = dataset[sample]
+    index = int(example["row"]) if isinstance(example, Mapping) and "row" in example else sample  # a chat may be several
+    return ask(task, "row_of", lambda index: index, "train")(index)
+
+
+def answer_of(task: Task, answer: Mapping[str, Any]) -> str:
+    """Return label and prediction for a line; "" if the task has none."""
+    if not answer:
+        return ""
+    label, prediction = answer["label"], answer["prediction"]
+    if is_by_token(task, label):
+        return f"{sum(map(lambda a, b: a != b, label, prediction))} of {len(label)} wrong"
+    return f"{name_of(task, label)} -> {name_of(task, prediction)}"
+
+
+def is_by_token(task: Task, label: Any) -> bool:
+    """Say whether a label is one number for each word, and not one for each class."""
+    return isinstance(label, list) and getattr(task, "kind", None) != "multi_label_classification"
+
+
+def name_of(task: Task, value: Any) -> Any:
+    """Return the name of a class, those of several, or a number as it is."""
+    labels = task.labels
+    if labels is None:
+        return round(value, 4) if isinstance(value, float) else value
+    if isinstance(value, list):
+        numbers = value if is_by_token(task, value) else [number for number, flag in enumerate(value) if flag]
+        return ", ".join(str(labels[number]) for number in numbers) or "none"
+    return str(labels[value]) if isinstance(value, int) else value
+
+
+def picture_name(step: int, sample: int) -> str:
+    return f"step_{step}_sample_{sample}.png"
+
+
+def percent(share: float) -> str:
+    return "?" if math.isnan(share) else f"{100 * share:.{0 if abs(share) >= 0.1 else 1}f} %"
+
+
+def padded(texts: Sequence[str], right: bool = False) -> list[str]:
+    """Fill up texts with spaces to the columns that the widest one takes on a terminal."""
+    widths = [columns_of(text)[-1] if text else 0 for text in texts]
+    spaces = [" " * (max(widths) - width) for width in widths]
+    return [space + text if right else text + space for text, space in zip(texts, spaces, strict=True)]
+
+
+def cut_at(line: str, width: int) -> str:
+    """Cut a line at the width of the terminal; its spaces are kept."""
+    ends = columns_of(line := line.rstrip())
+    if not ends or ends[-1] <= width:
+        return line
+    return line[: sum(end < width for end in ends)].rstrip() + "\N{HORIZONTAL ELLIPSIS}"
