@@ -13,6 +13,7 @@ from hftune.replay.run_record import read_run, run_names
 from hftune.reporting.charts import loss_difference
 from hftune.reporting.page import page
 from hftune.tracking.ledger import Ledger
+from tests.support.events import step_taken
 
 FACTS = {"world_size": 1, "strategy": "DataParallel", "plan": {"num_samples": 40, "batch_size": 4, "seed": 1}}
 
@@ -26,11 +27,12 @@ def write_ledger(folder, losses, *changes, **facts):
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
     ledger = Ledger(folder / "ledger.jsonl")
     for step, changed in enumerate([{}, *changes]):
-        ledger.begin(step, {**FACTS, "recipe": recipe, **facts, **changed})
+        ledger.start(step, {**FACTS, "recipe": recipe, **facts, **changed})
         for number, loss in enumerate(losses[step : None if step == len(changes) else step + 1], start=step + 1):
+            results = {"loss": loss, "grad_norm": 1.0, "lr": 1e-3}
             place = divmod(number - 1, 10)
-            ledger.note(number, *place, num_samples=4, digest=f"{number}", loss=loss, grad_norm=1.0, lr=1e-3, items=4.0)
-    ledger.close()
+            ledger.on_step(step_taken(number, place, num_samples=4, digest=f"{number}", num_items=4.0, **results))
+    ledger.file.close()
 
 
 @pytest.fixture
