@@ -1,4 +1,4 @@
-"""The keys of training keep the promise: the same training on 1, 2 and 4 processes, and bit-equal when resumed."""
+"""The keys of training, and optimizers of the user's, keep the promise: the same training on 1, 2 and 4 processes, and bit-equal when resumed."""
 
 import json
 from pathlib import Path
@@ -23,19 +23,23 @@ JOBS = {
     "lion": (*WORDS, "train.optimizer=lion", "train.lr=1e-3", "train.schedule=cosine_restarts"),
     "schedule_free": (*WORDS, "train.optimizer=schedule_free", "train.schedule=constant"),
     "adamw_8bit": (*WORDS, "train.optimizer=adamw_8bit", "train.optimizer_args={min_8bit_size: 16}"),
+    "rmsprop": (*WORDS, "train.optimizer=torch.optim.RMSprop", "train.optimizer_args={alpha: 0.9, momentum: 0.5}"),
+    "counted": (*WORDS, "train.optimizer=tests.support.optimizers.Counted", "train.lr=1e-1"),
+    "layers": (*WORDS, "task.type=tests.support.tasks.SlowEmbedding"),
     "own": (*WORDS, "task.type=tests.support.tasks.OwnOptimizer", "train.schedule=wsd", "train.freeze=[wpe]"),
 }
 """Trained on 1 process."""
-SHARDED = [f"{name} under FSDP" for name in ("ema", "muon", "lion", "schedule_free")]
+SHARDED = [f"{name} under FSDP" for name in ("ema", "muon", "lion", "schedule_free", "rmsprop", "layers")]
+CUT = [f"{name} in a pipeline" for name in ("ema", "rmsprop", "adafactor", "layers")]
 WAYS = {
     1: [],
-    2: ["patience", "adafactor", "adamw_8bit", "ema in a pipeline", *SHARDED],
-    4: ["ema", "muon"],
+    2: ["patience", "adafactor", "adamw_8bit", "rmsprop", "counted", *CUT, *SHARDED],
+    4: ["ema", "muon", "counted"],
 }
 """How each number of processes trains them; all of them on 1."""
 RESUMED = {
     1: ["muon", "lion", "adafactor", "adamw_8bit"],
-    2: ["patience", "ema under FSDP", "schedule_free under FSDP"],
+    2: ["patience", "rmsprop", "counted", "ema under FSDP", "schedule_free under FSDP"],
     4: [],
 }
 
