@@ -6,7 +6,8 @@ train with a wrong scale, and no number would look wrong.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,12 +28,30 @@ CANNOT = (RuntimeError, ValueError, TypeError, AssertionError, ImportError, Look
 """What code of others raises if it cannot do what is asked here, although it may be able to train."""
 
 
-class BatchLoss(NamedTuple):
-    """A task's loss of one batch."""
+@dataclass(frozen=True)
+class Pair:
+    """The losses of two samples, each alone and both together."""
 
-    loss: float
-    shapes: list[tuple[int, ...]]
-    """Of a single sample in each of the batch's tensors."""
+    indices: list[int]
+    alone: tuple[float, float]
+    together: float
+    tolerance: float
+    """Relative difference that the precision of the weights accounts for."""
+
+    @property
+    def is_sum(self) -> bool:
+        return self.is_within(self.tolerance)
+
+    def is_within(self, tolerance: float) -> bool:
+        """Say whether both together are the sum, but for a relative difference."""
+        return abs(self.together - sum(self.alone)) <= tolerance * sum(map(abs, self.alone)) + 1e-6
+
+    def __str__(self) -> str:
+        (one, other), (first, second) = self.indices, self.alone
+        return (
+            f"samples {one} and {other} have {first:.6g} and {second:.6g} alone, which add up to {first + second:.6g}, and "
+            f"{self.together:.6g} together"
+        )
 
 
 def check_sums(task: Task, model: nn.Module, dataset: Any, lengths: np.ndarray | None) -> list[str]:
@@ -55,24 +74,38 @@ def check_sums(task: Task, model: nn.Module, dataset: Any, lengths: np.ndarray |
     said = check_items(task, dataset, sorted({int(order[place * (len(order) - 1) // 7]) for place in range(8)}))
     if isinstance(task, BatchLossTask):
         return said
-    indices = order[len(order) // 4 :][:2].tolist()  # rather short ones, which take little time
-    shortest = int(order[0])
-    lists = [indices, indices, indices[:1], indices[1:], [shortest, indices[0]], [shortest]]
+    one, other = order[len(order) // 4 :][:2].tolist()  # rather short ones, which take little time
+    shortest, losses, shapes = int(order[0]), [], []
     try:
-        together, again, first, second, beside, short = compute(
-            task, model, [task.collate([dataset[index] for index in some]) for some in lists]
-        )
+        with trying(model):
+            for some in ([one, other], [one, other], [one], [other], [shortest, one], [shortest]):
+                batch = task.collate([dataset[index] for index in some])
+                losses.append(float(task.loss(model(**task.inputs(batch)), task.target(batch))))
+                shapes.append([tuple(value.shape[1:]) for value in batch.values() if isinstance(value, Tensor)])
     except CANNOT as error:
         # Such as a kernel that only GPUs have; a real mistake will be reported when training meets it.
         return said + not_checked(
             task, f"one or two samples cannot be computed on the CPU in evaluation mode ({first_line(error)})"
         )
-    if not np.isfinite([together.loss, first.loss, second.loss]).all():
-        return said + not_checked(task, f"it is not finite for samples {indices[0]} and {indices[1]}")
-    if together.loss != again.loss:
+    together, again, first, second, beside, short = losses
+    if not np.isfinite([together, first, second]).all():
+        return said + not_checked(task, f"it is not finite for samples {one} and {other}")
+    if together != again:
         return said + not_checked(task, "it differs between two passes over the same samples in evaluation mode")
-    check_loss(task, model, indices, together, [first, second])
-    return said + padding_notices(task, model, [shortest, indices[0]], beside, [short, first])
+    is_low = any(value.dtype in (torch.bfloat16, torch.float16) for value in model.parameters())
+    tolerance = LOW_PRECISION if is_low else EXACT
+    check_loss(
+        task, Pair([one, other], (first, second), together, tolerance), is_padded=not shapes[0] == shapes[2] == shapes[3]
+    )
+    pair = Pair([shortest, one], (short, first), beside, tolerance)
+    if pair.is_sum:
+        return said
+    # Some models see padding, so nothing is refused.
+    return [
+        *said,
+        f"{type(task).__name__}.loss depends on padding: {pair}. So results depend on train.micro_batch_size. Mask padding in "
+        "the model, and leave it out of the loss, as ignore_index=-100 does.",
+    ]
 
 
 def not_checked(task: Task, reason: str) -> list[str]:
@@ -80,15 +113,17 @@ def not_checked(task: Task, reason: str) -> list[str]:
     return [f"{type(task).__name__}.loss was not checked, because {reason}. Make sure that it returns a sum over the items."]
 
 
-def compute(task: Task, model: nn.Module, batches: list[dict[str, Tensor]]) -> list[BatchLoss]:
-    """Return the loss of each batch; model and random generators stay as they are."""
-    results = []
-    with trying(model):
-        for batch in batches:
-            loss = float(task.loss(model(**task.inputs(batch)), task.target(batch)))
-            shapes = [tuple(value.shape[1:]) for value in batch.values() if isinstance(value, Tensor)]
-            results.append(BatchLoss(loss, shapes))
-    return results
+def check_loss(task: Task, pair: Pair, is_padded: bool) -> None:
+    """Raise ConfigError if the loss is not a sum over samples."""
+    if pair.is_sum or (is_padded and pair.is_within(ROUGH)):
+        return
+    low, high = sorted(pair.alone)
+    slack = EXACT * sum(map(abs, pair.alone))
+    what = "a mean" if low - slack <= pair.together <= high + slack else "not a sum over the samples"
+    raise ConfigError(
+        f'{type(task).__name__}.loss returns {what}, but must return a sum: {pair}. Write reduction="sum", as in '
+        'cross_entropy(outputs, target, reduction="sum"); hftune divides by the number of items.'
+    )
 
 
 def needs_two_samples(task: Task, model: nn.Module, dataset: Any) -> bool:
@@ -101,41 +136,6 @@ def needs_two_samples(task: Task, model: nn.Module, dataset: Any) -> bool:
     except CANNOT as error:
         return "more than 1 value per channel" in str(error)
     return False
-
-
-def check_loss(task: Task, model: nn.Module, indices: list[int], together: BatchLoss, alone: list[BatchLoss]) -> None:
-    """Raise ConfigError if the loss is not a sum over samples."""
-    added, scale, tolerance = compared(model, alone)
-    is_padded = any(one.shapes != together.shapes for one in alone)
-    if abs(together.loss - added) <= max(ROUGH if is_padded else EXACT, tolerance) * scale + 1e-6:
-        return
-    low, high = sorted(one.loss for one in alone)
-    slack = EXACT * scale
-    what = "a mean" if low - slack <= together.loss <= high + slack else "not a sum over the samples"
-    raise ConfigError(
-        f"{type(task).__name__}.loss returns {what}, but must return a sum: samples {indices[0]} and {indices[1]} have "
-        f"{alone[0].loss:.6g} and {alone[1].loss:.6g} alone, which add up to {added:.6g}, and {together.loss:.6g} together. "
-        'Write reduction="sum", as in cross_entropy(outputs, target, reduction="sum"); hftune divides by the number of items.'
-    )
-
-
-def compared(model: nn.Module, alone: list[BatchLoss]) -> tuple[float, float, float]:
-    """Return what two losses add up to, what a difference is relative to, and how large it may be without padding."""
-    is_low = any(value.dtype in (torch.bfloat16, torch.float16) for value in model.parameters())
-    losses = [one.loss for one in alone]
-    return sum(losses), sum(map(abs, losses)), LOW_PRECISION if is_low else EXACT
-
-
-def padding_notices(task: Task, model: nn.Module, indices: list[int], together: BatchLoss, alone: list[BatchLoss]) -> list[str]:
-    """Say that the loss of a short sample changes beside a longer one. Some models see padding, so nothing is refused."""
-    added, scale, tolerance = compared(model, alone)
-    if abs(together.loss - added) <= tolerance * scale + 1e-6:
-        return []
-    return [
-        f"{type(task).__name__}.loss depends on padding: samples {indices[0]} and {indices[1]} have {alone[0].loss:.6g} and "
-        f"{alone[1].loss:.6g} alone, which add up to {added:.6g}, and {together.loss:.6g} together. So results depend on "
-        "train.micro_batch_size. Mask padding in the model, and leave it out of the loss, as ignore_index=-100 does."
-    ]
 
 
 def check_items(task: Task, dataset: Any, indices: list[int]) -> list[str]:
