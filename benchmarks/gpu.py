@@ -225,7 +225,7 @@ def train(options: argparse.Namespace, recipe: Recipe) -> Round:
 
 def take_steps(strategy: DataParallel, recipe: Recipe, data: Any, plan: BatchPlan, num_workers: int = 0) -> None:
     """Train on the first epoch of a plan, loading included, until the GPU has finished."""
-    with closing(strategy.batches(data, plan.epoch(0), 0, num_workers)) as batches:
+    with closing(strategy.batches(data, plan.epoch(0), num_workers)) as batches:
         for step, batch in enumerate(batches):
             strategy.forward_backward(batch, recipe.seed, step)
             strategy.report(strategy.clip_grad_norm(recipe.train.clip_norm))

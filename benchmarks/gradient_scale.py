@@ -105,7 +105,7 @@ def hftune_step(recipe: Recipe, data: Any) -> tuple[float, float]:
     with Session(recipe) as session:
         strategy = choose_strategy(session.join(), recipe, session.progress)
         strategy.prepare(model, build_optimizer(model, recipe))
-        batch = next(strategy.batches(data, plan_batches(recipe, data).epoch(0), first_step=0, num_workers=0))
+        batch = next(strategy.batches(data, plan_batches(recipe, data).epoch(0), num_workers=0))
         strategy.forward_backward(batch, recipe.seed, step=0)
         report = strategy.report(strategy.clip_grad_norm(recipe.train.clip_norm))
         return report.loss, report.grad_norm

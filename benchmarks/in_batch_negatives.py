@@ -85,7 +85,7 @@ def ours(options: argparse.Namespace, micro_batch_size: int, export: Path | None
         recipe.task.save(model, export)
     strategy = DataParallel(Accelerator(), recipe.task)
     strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    batch = next(strategy.batches(data, plan_batches(recipe, data).epoch(0), 0, num_workers=0))
+    batch = next(strategy.batches(data, plan_batches(recipe, data).epoch(0), num_workers=0))
 
     def step(turn: int) -> tuple[float, float]:
         began = time.perf_counter()

@@ -156,7 +156,7 @@ def measure(name: str, size: dict[str, int], smoke: bool) -> int:
             steps = heavy_steps(one, batches, accelerator.num_processes)
             strategy.prepare(model, build_optimizer(model, one))
             strategy.warm_up(datasets[id(one)], steps[0][0])
-            for step, batch in enumerate(strategy.batches(datasets[id(one)], steps, 0, num_workers=0)):
+            for step, batch in enumerate(strategy.batches(datasets[id(one)], steps, num_workers=0)):
                 strategy.forward_backward(batch, one.seed, step)
                 strategy.clip_grad_norm(1.0)
                 strategy.optimizer_step(1e-5)

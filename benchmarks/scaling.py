@@ -150,7 +150,7 @@ class Hftune(Contender):
     def train(self, data: Texts) -> None:
         lengths, strategy = self.recipe.task.lengths(data), self.strategy
         plan = replace(self.plan, num_samples=len(data), lengths=lengths, shuffle=False)
-        for step, batch in enumerate(strategy.batches(data, plan.epoch(0), first_step=0, num_workers=0)):
+        for step, batch in enumerate(strategy.batches(data, plan.epoch(0), num_workers=0)):
             strategy.forward_backward(batch, self.recipe.seed, step)
             strategy.report(strategy.clip_grad_norm(self.recipe.train.clip_norm))
             strategy.optimizer_step(self.recipe.train.lr)

@@ -270,7 +270,7 @@ class ByHftune(Contender):
         if strategy.collate_packed is not None:  # bounded as eight of the longest rows are
             plan = without_padding(replace(config, micro_batch_size=None), plan)
         began = now()
-        for step, batch in enumerate(strategy.batches(data, plan.epoch(0), first_step=0, num_workers=0)):
+        for step, batch in enumerate(strategy.batches(data, plan.epoch(0), num_workers=0)):
             strategy.forward_backward(batch, self.recipe.seed, step)
             strategy.report(strategy.clip_grad_norm(config.clip_norm))
             strategy.optimizer_step(config.lr)

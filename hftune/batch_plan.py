@@ -237,7 +237,7 @@ class EpochPlan(Sequence):
         max_rows, max_tokens = plan.micro_batch_size or len(lengths), plan.micro_batch_tokens or total
 
         def most_items(longest: int) -> int:
-            return min(max_rows, PADDED_TO_REAL * max_tokens // lengths[longest])
+            return min(max_rows, MAX_PADDED_TO_REAL * max_tokens // lengths[longest])
 
         least = max(-(-len(lengths) // max_rows), -(-total // max_tokens))
         while True:
@@ -276,21 +276,8 @@ class EpochPlan(Sequence):
         return micro_batches
 
 
-class SomeSteps(Sequence):
-    """Some steps of an epoch, at these places in it."""
-
-    def __init__(self, steps: Sequence[list[MicroBatch]], places: Sequence[int]):
-        self.steps, self.places = steps, places
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, index: int) -> list[MicroBatch]:  # type: ignore[override]  # no slices
-        return self.steps[self.places[index]]
-
-
-PADDED_TO_REAL = 4
-"""Most padded tokens of a packed micro-batch per token of ``micro_batch_tokens``: embeddings and heads still see padding."""
+MAX_PADDED_TO_REAL = 4
+"""Padded tokens of a packed micro-batch per token of ``micro_batch_tokens``: embeddings and heads still see padding."""
 
 
 def even_cuts(

@@ -11,7 +11,6 @@ from collections.abc import Generator, Mapping
 from contextlib import closing
 from typing import Any
 
-from hftune.batch_plan import SomeSteps
 from hftune.callbacks import Step, StepBegin
 from hftune.config.every import Every
 from hftune.data.augmentation import augmented
@@ -138,8 +137,9 @@ def rest_of_epoch(run: Run, dataset: Any) -> Generator[StepBatch | None, None, N
     before = state.step - state.step_in_epoch
     left = range(state.step_in_epoch, run.plan.num_steps)
     skipped = {step - before - 1 for step in config.skip}
-    steps = SomeSteps(run.plan.epoch(state.epoch), [place for place in left if place not in skipped])
-    with closing(run.strategy.batches(dataset, steps, 0, config.num_workers, state.epoch)) as batches:
+    epoch = run.plan.epoch(state.epoch)
+    steps = (epoch[place] for place in left if place not in skipped)
+    with closing(run.strategy.batches(dataset, steps, config.num_workers, state.epoch)) as batches:
         for place in left:
             yield None if place in skipped else next(batches)
         next(batches, None)  # it is at its end, and a loader's workers should know

@@ -195,8 +195,9 @@ class Replayer:
                 continue
             if isinstance(self.strategy, LeavingOut):  # before the samples are loaded, and their items counted
                 self.strategy.left_out = self.change.without if self.step + 1 >= self.change.from_step else frozenset()
-            steps, workers, count = self.plan.epoch(epoch), self.recipe.train.num_workers, self._at_once(last)
-            with closing(self.strategy.batches(self._augmented, steps, place, workers, epoch)) as batches:
+            order, workers, count = self.plan.epoch(epoch), self.recipe.train.num_workers, self._at_once(last)
+            steps = (order[index] for index in range(place, len(order)))
+            with closing(self.strategy.batches(self._augmented, steps, workers, epoch)) as batches:
                 for batch in islice(batches, count):
                     yield self._compute(batch, look)
 

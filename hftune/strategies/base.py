@@ -8,7 +8,7 @@ A new strategy is a subclass of ``Strategy`` with its own ``Sharding``, and impl
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import takewhile, tee
@@ -250,14 +250,14 @@ class Strategy(Collectives, ABC):
         self._loaders.clear()
 
     def batches(
-        self, dataset: Any, steps: Sequence[list[MicroBatch]], first_step: int, num_workers: int, epoch: int = 0
+        self, dataset: Any, steps: Iterable[list[MicroBatch]], num_workers: int, epoch: int = 0
     ) -> Generator[StepBatch, None, None]:
-        """Yield this process's part of each step from ``first_step`` on, with its samples loaded. Not collective.
+        """Yield this process's part of each step, with its samples loaded. Not collective.
 
         The samples are augmented for ``epoch``. Close the iterator if it is not read to its end: it may have a thread.
         """
         # The loader may run ahead of the steps, so it needs an iterator of its own.
-        assigned, ahead = tee(self.assign(steps[index]) for index in range(first_step, len(steps)))
+        assigned, ahead = tee(map(self.assign, steps))
         samples = (micro_batch.samples.tolist() for batch in ahead for micro_batch in batch.mine)
         side = self._side_stream() if self.reads_ahead else None
         loading = Progress() if self.reads_ahead else self.progress  # a thread has not come to this step yet

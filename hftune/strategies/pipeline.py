@@ -193,7 +193,7 @@ class Pipeline(Strategy):
 
     def warm_up(self, dataset: Any, micro_batch: MicroBatch, frozen: bool = False) -> list[str]:
         # Besides what the contract asks for, this connects the processes before the first step is timed and watched.
-        (batch,) = self.batches(dataset, [[micro_batch] * self.dp_size], 0, 0)
+        (batch,) = self.batches(dataset, [[micro_batch] * self.dp_size], num_workers=0)
         with restored_buffers(self.sharding.model) as changed:
             try:
                 self.backward(batch, 0, 0, torch.ones((), device=self.device))

@@ -43,7 +43,7 @@ def test_loss_and_gradient_are_those_of_sentence_transformers(tmp_path, symmetri
     task.save(model, tmp_path)
     strategy = DataParallel(Accelerator(cpu=True), task)
     strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    batch = next(strategy.batches(datasets["train"], plan_batches(recipe, datasets["train"]).epoch(0), 0, num_workers=0))
+    batch = next(strategy.batches(datasets["train"], plan_batches(recipe, datasets["train"]).epoch(0), num_workers=0))
     strategy.forward_backward(batch, seed=0, step=0)
     report = strategy.report(strategy.clip_grad_norm(None))
 

@@ -154,7 +154,7 @@ def step_of(task: Task, micro_batch_size: int) -> tuple[SimpleNamespace, StepBat
     strategy, model = DataParallel(Accelerator(cpu=True), task), task.build_model()
     strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     dataset = task.datasets()["train"]
-    batch = next(strategy.batches(dataset, BatchPlan(40, 16, micro_batch_size=micro_batch_size).epoch(0), 0, num_workers=0))
+    batch = next(strategy.batches(dataset, BatchPlan(40, 16, micro_batch_size=micro_batch_size).epoch(0), num_workers=0))
     strategy.forward_backward(batch, seed=7, step=3)
     report = strategy.report(strategy.clip_grad_norm(0.01))
     return SimpleNamespace(strategy=strategy, task=task, recipe=SimpleNamespace(task=task, seed=7), step=4), batch, report

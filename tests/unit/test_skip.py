@@ -17,7 +17,7 @@ from hftune.loop import rest_of_epoch
 def test_samples_of_skipped_steps_are_not_loaded():
     plan, asked = BatchPlan(num_samples=20, batch_size=4), []
 
-    def batches(dataset, steps, first_step, num_workers, epoch):
+    def batches(dataset, steps, num_workers, epoch):
         for step in steps:
             asked.append([sample for micro_batch in step for sample in micro_batch.samples])
             yield asked[-1]

@@ -46,7 +46,7 @@ def step_of(strategy: DataParallel, task: Pairs, micro_batch_size: int) -> StepB
     """The first step: 16 samples."""
     dataset = task.datasets()["train"]
     plan = BatchPlan(len(dataset), 16, micro_batch_size=micro_batch_size).epoch(0)
-    return next(strategy.batches(dataset, plan, 0, num_workers=0))
+    return next(strategy.batches(dataset, plan, num_workers=0))
 
 
 def one_pass(task: Pairs, strategy: DataParallel, batch: StepBatch) -> tuple[float, list[Tensor]]:
