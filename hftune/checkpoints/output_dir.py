@@ -144,6 +144,8 @@ class OutputDir:
         declares = self.recipe.declared_direction is not None
         if "eval.metric" in changed or ("eval.greater_is_better" in changed and not declares):
             state.forget_scores()
+        if "callbacks" in changed:  # one that is not there any more may have ended the training
+            state.ended_by = None
         return RestoredState(state, progress["run_ids"], progress["micro_batch_size"], progress.get("precision"))
 
     def finished_result(self, strategy: Strategy, state: TrainState, num_steps: int) -> TrainResult | None:

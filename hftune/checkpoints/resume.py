@@ -130,10 +130,10 @@ def check_finished(start: Start, recipe: Recipe, num_steps: int) -> None:
     """
     if start.checkpoint is None:
         return
-    patience, waited = recipe.eval.patience, start.checkpoint.progress["state"].get("evaluations_since", 0)
-    if start.checkpoint.step != num_steps and (patience is None or waited < patience):
-        return
-    if start.telling:
+    patience, state = recipe.eval.patience, start.checkpoint.progress["state"]
+    is_out = patience is not None and state.get("evaluations_since", 0) >= patience
+    is_ended = state.get("ended_by") is not None and "callbacks" not in start.changed
+    if start.telling and (start.checkpoint.step == num_steps or is_out or is_ended):
         raise ConfigError(
             f"{recipe.output_dir} holds a finished run of {start.checkpoint.step} steps, and this recipe differs from it: "
             f"{', '.join(start.changed[key] for key in start.telling)}. Nothing would be trained. Set output_dir=... to a new "

@@ -30,9 +30,9 @@ from torch._dynamo.utils import dump_compile_times
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from hftune import Interrupted, Recipe, loop, run, train
+from hftune import Interrupted, Recipe, run, train
 from hftune.data import rows as data_rows
-from hftune.distributed import consistency, devices
+from hftune.distributed import consistency, devices, garbage
 from hftune.strategies.base import Strategy
 from hftune.strategies.fully_sharded import ShardedWeights
 from tests.support.tasks import few_digits, few_pictures, few_reviews
@@ -142,7 +142,7 @@ def hasten() -> None:
             atexit.unregister(temporary.cleanup)
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
-    loop.gc = SimpleNamespace(**{**vars(gc), "get_freeze_count": lambda: 1})
+    garbage.gc = SimpleNamespace(**{**vars(gc), "get_freeze_count": lambda: 1})
 
 
 def start_server(folder: Path) -> Path:
