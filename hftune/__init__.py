@@ -31,12 +31,12 @@ __all__ = [
 if TYPE_CHECKING:
     from hftune.callbacks import Callback
     from hftune.checkpoints.output_dir import TrainResult
-    from hftune.commands.evaluate import evaluate
     from hftune.config import CheckpointConfig, EvalConfig, ParallelConfig, Recipe, TrackConfig, TrainConfig
     from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
     from hftune.inference import TrainedModel, load_model
     from hftune.launchers.local import launch
     from hftune.planning.plan import make_plan
+    from hftune.reevaluation import evaluate
     from hftune.task import Task
     from hftune.tracking.backend import TrackerBackend
     from hftune.training import train
@@ -52,7 +52,7 @@ _HOME = {
     "TrackerBackend": "hftune.tracking.backend",
     "TrainResult": "hftune.checkpoints.output_dir",
     "TrainedModel": "hftune.inference",
-    "evaluate": "hftune.commands.evaluate",
+    "evaluate": "hftune.reevaluation",
     "launch": "hftune.launchers.local",
     "load_model": "hftune.inference",
     "make_plan": "hftune.planning.plan",

@@ -21,7 +21,7 @@ from hftune.commands import (
     completion,
     configs,
     doctor,
-    evaluate_output,
+    evaluate,
     folds,
     meeting,
     merge,
@@ -62,7 +62,7 @@ COMMANDS = {
         "share the rows of a table: accelerate launch -m hftune.cli predict outputs/yelp --data test.csv --output labels.csv",
     ),
     "evaluate": (
-        evaluate_output,
+        evaluate,
         "evaluate a run's model again on its evaluation data; any key can be overridden. Under a launcher all processes share "
         "the work, as in training: accelerate launch -m hftune.cli evaluate recipe=...",
     ),

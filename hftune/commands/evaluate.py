@@ -1,173 +1,129 @@
-"""Evaluates a finished model, or a checkpoint, on the processes of this job, as its own run did. Trains nothing.
-
-The scoring is evaluation.py, which the loop calls, too: the numbers are the run's own.
-"""
+"""``hftune evaluate``: evaluate a finished model or a checkpoint, print and write its metrics, and record them at trackers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-
-from hftune.build import build_model, choose_strategy, load_datasets
-from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, open_checkpoint
-from hftune.checkpoints.export import read_about
-from hftune.checkpoints.output_dir import check_base
-from hftune.checkpoints.run_folder import check_checkpoint, check_model
-from hftune.commands.tracked import tracked
-from hftune.config import Recipe, TrackConfig
+from hftune.commands.arguments import add_trust_code, check_output, write_text
+from hftune.data.files import held_out_key, names_eval_data
 from hftune.distributed.process_info import ProcessInfo
-from hftune.distributed.session import Session
-from hftune.errors import ConfigError
-from hftune.evaluation import Evaluation
-from hftune.evaluation import evaluate as score
-from hftune.inference import load_export
-from hftune.models.adapters import base_digest, has_adapter
-from hftune.optim import build_optimizer
-from hftune.settle import settle_head
-from hftune.strategies.averages import averages_itself
-from hftune.strategies.base import Strategy
-from hftune.strategies.compilation import compile_model
-from hftune.strategies.sharding import SavedState
-from hftune.task import ask
-from hftune.tracking.console import note
-from hftune.tracking.jsonl import write_rows
+from hftune.errors import ConfigError, is_number
+
+if TYPE_CHECKING:
+    from hftune.config import Recipe
+    from hftune.reevaluation import Score
 
 
-@dataclass
-class Score:
-    """The outcome of an evaluation; the same on every process."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "words",
+        nargs="+",
+        metavar="RUN",
+        help="output folder of a run, such as outputs/yelp, or recipe=PATH.yaml; then overrides of keys, KEY=VALUE",
+    )
+    parser.add_argument("--checkpoint", type=Path, help="checkpoint to evaluate instead of the model")
+    parser.add_argument("--split", choices=("eval", "test"), default="eval", help="split to evaluate on (default %(default)s)")
+    parser.add_argument("--output", type=Path, help="JSON file for the metrics")
+    parser.add_argument(
+        "--track", action="store_true", help="record the evaluation as a run of its own at the trackers of track.with"
+    )
+    add_trust_code(parser)
 
-    metrics: dict[str, Any]
-    model: str
-    """Folder of the model or the checkpoint."""
-    num_samples: int
-    world_size: int
-    is_main: bool
-    """Whether this is the main process, which prints and writes."""
-    track: Callable[[], None] = lambda: None
-    """Records the evaluation at the trackers, on the main process; to be called once the metrics are safe."""
 
+def run(options: argparse.Namespace) -> int:
+    """Print a table of the metrics. Under a launcher every process calls it."""
+    given = words = [recipe_in(word) for word in options.words]
+    if not options.track and not any(word.startswith("replace=") for word in words):
+        # Trackers are not used, and may name environment variables of the other machine.
+        words = [*words, "replace=[track]"]
+    from hftune.checkpoints.run_folder import check_checkpoint, check_model
+    from hftune.config import Recipe
 
-def evaluate(
-    recipe: Recipe,
-    model: str | Path,
-    checkpoint: str | Path | None = None,
-    split: str = "eval",
-    tracked_as: Recipe | None = None,
-) -> Score:
-    """Evaluate on one of the recipe's splits. Every process of the job calls it with the same arguments.
-
-    Args:
-        model: folder of the finished model, on every node. Ignored if there is a checkpoint.
-        checkpoint: folder of a checkpoint, on the main node. It is loaded as resuming would: data, model, then its weights.
-        split: "eval" or "test".
-        tracked_as: recipe of a run that records the evaluation at the trackers of its ``track.with``. None: no tracker does.
-
-    Raises:
-        ConfigError: the recipe cannot be run here; or there is no such model, checkpoint or split, or it does not fit.
-        DataError: the data cannot be evaluated on.
-    """
-    model, checkpoint = Path(model), None if checkpoint is None else Path(checkpoint)
-    # Trackers are those of the training; and how FSDP sends weights matters to no result, so any launcher will do.
-    training = replace(recipe.train, fsdp_gather="float32", head_loss="whole" if recipe.train.head_loss == "whole" else "auto")
-    recipe = replace(recipe, track=TrackConfig(), train=training)
+    recipe = Recipe.from_argv(words, options.trust_code)
+    if options.split == "eval" and recipe.eval.is_off:
+        recipe = with_evaluation(recipe)
     recipe.validate()
-    with Session(recipe) as session:
-        session.progress.stage("loading data and model")
-        if checkpoint is None:
-            check_model(model)
-        saved = None if checkpoint is None else read_checkpoint(checkpoint)
-        # A finished model first: it brings its tokenizer along, which would otherwise be trained again.
-        built = load_export(recipe.task, model) if checkpoint is None else None
-        datasets = load_datasets(recipe)
-        if split not in datasets:
-            raise ConfigError(f"--split {split}: this recipe's data has no such split. It has: {', '.join(datasets)}.")
-        if built is None:
-            built = build_model(recipe)
-        elif recipe.train.compile:
-            compile_model(built)
-        base = base_digest(built) if saved is not None and has_adapter(built) else None
-        strategy = choose_strategy(session.join(), recipe, session.progress)
-        session.at_end(strategy.end_workers)
-        digests = session.compare(strategy, datasets, {})
-        for sentence in settle_head(recipe, strategy, built, datasets[split], recipe.eval.batch_size):
-            if strategy.is_main:
-                print(note(sentence), flush=True)
-        # Nothing is trained; a checkpoint's optimizer may have other weights to evaluate. An export is not frozen, as a task's
-        # parameter groups may take for granted.
-        strategy.prepare(built, torch.optim.SGD(built.parameters()) if checkpoint is None else build_optimizer(built, recipe))
-        if checkpoint is not None:
-            load_weights(strategy, checkpoint, saved, digests, base)
-        session.progress.stage("the evaluation")
-        config = recipe.eval if tracked_as is not None else replace(recipe.eval, show_samples=0)
-        with strategy.averaged() if checkpoint is not None else nullcontext():
-            evaluation = score(strategy, datasets[split], config, recipe.train.num_workers)
-    folder = str(model if checkpoint is None else checkpoint)
-    result = Score(evaluation.metrics, folder, len(datasets[split]), strategy.num_processes, strategy.is_main)
-    if tracked_as is not None and strategy.is_main:
-        step = read_about(model).get("step", 0) if saved is None else saved.step
-        result.track = partial(track_evaluation, tracked_as, result, evaluation, split, step)
-    return result
+    model = model_of(given, recipe.output_dir)
+    if options.checkpoint is None:
+        check_model(model)
+    else:
+        check_checkpoint(options.checkpoint)
+    if options.output is not None and ProcessInfo.from_environment().is_main:
+        check_output(options.output)
+    tracked_as = None
+    if options.track:
+        from hftune.commands.tracked import as_run
+
+        tracked_as = as_run(recipe, model.parent, "evaluate")
+    from hftune.reevaluation import evaluate  # imports torch: only once the arguments are known to be valid
+    from hftune.tracking.console import hide_progress_bars
+
+    hide_progress_bars()
+    shown = 0 if tracked_as is None else recipe.eval.show_samples
+    score = evaluate(recipe, model, options.checkpoint, options.split, shown)
+    if score.is_main:
+        report(score, options.output)
+        if tracked_as is not None:
+            track(tracked_as, score, options.split)
+    return 0
 
 
-def track_evaluation(recipe: Recipe, result: Score, evaluation: Evaluation, split: str, step: int) -> None:
-    """Record an evaluation at the trackers, at the training step that its model comes from. Main process only."""
-    metrics, task = evaluation.metrics, recipe.task
-    rows = ask(task, "describe", evaluation.rows, evaluation.rows) if split == "eval" else evaluation.rows
-    labels = ask(task, "labels", None)
-    facts = {"model": result.model, "split": split, "samples": result.num_samples, "processes": result.world_size}
-    with tracked(recipe, facts) as (tracker, folder):
-        tracker.log(step, None, {f"{split}/{name}": value for name, value in metrics.items()})
-        tracker.log_predictions(step, rows, f"{split}/predictions")
-        if "confusion_matrix" in metrics and labels is not None:
-            tracker.log_confusion_matrix(step, metrics["confusion_matrix"], labels)
-        if images := evaluation.images:
-            captions = [ask(task, "caption", "", row) for row in rows[: len(images)]]
-            tracker.log_images(step, images, captions, f"{split}/images")
-        write_rows(folder / "predictions.jsonl", rows, lambda: None)
+def with_evaluation(recipe: Recipe) -> Recipe:
+    """Return the recipe of a run that never evaluates as one that does, or raise ConfigError if it names no data for it."""
+    if not names_eval_data(recipe.task) and held_out_key(recipe.task) is None:
+        key = "data_files.eval" if getattr(recipe.task, "data_files", None) else "eval_split"
+        raise ConfigError(f"This run has no evaluation data (eval.every=never). Name some: task.{key}=..., or --split test.")
+    return replace(recipe, eval=replace(recipe.eval, every="epoch"))
 
 
-def weights_of(saved: Checkpoint, strategy: Strategy) -> SavedState:
-    """Return what the training evaluated: its moving average, or what its optimizer needs to average the weights."""
-    model = {**saved.tensors["model"], **saved.tensors.get("ema", {})}
-    if averages_itself(strategy.sharding.bare_optimizer):
-        options = {name: value for name, value in saved.progress["values"].items() if name.startswith("optimizer")}
-        return {"model": model, "optimizer": saved.tensors["optimizer"]}, options
-    return {"model": model, "optimizer": {}}, {}
+def track(recipe: Recipe, score: Score, split: str) -> None:
+    """Record an evaluation at the trackers: the metrics are printed by now, whatever happens here."""
+    from hftune.commands.tracked import track_evaluation
+    from hftune.tracking.console import warning
 
-
-def read_checkpoint(path: Path) -> Checkpoint | None:
-    """On the main process: verify and read a checkpoint, or raise ConfigError."""
-    if not ProcessInfo.from_environment().is_main:
-        return None
-    check_checkpoint(path)
     try:
-        return open_checkpoint(path)
-    except BrokenCheckpoint as error:
-        raise ConfigError(f"--checkpoint {path} is not a readable checkpoint: {error}.") from error
+        track_evaluation(recipe, score, split)
+    except Exception as error:  # whatever a tracker's package raises
+        reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}".partition("\n")[0]
+        print(warning(f"The evaluation was not recorded at the trackers: {reason}"), flush=True)
 
 
-def load_weights(strategy: Strategy, path: Path, saved: Checkpoint | None, digests: dict[str, str], base: str | None) -> None:
-    """Give the model the weights of a checkpoint, which the main process has read. Collective.
+def report(score: Score, output: Path | None) -> None:
+    """Write the metrics to ``output``, if given, and print them: written first, as nobody may be reading what is printed."""
+    from hftune.tracking.console import note, short, table
+    from hftune.tracking.jsonl import strict_json
 
-    Args:
-        base: digest of the weights that adapters were put beside, on the main process.
+    if output is not None:
+        values = {name: getattr(score, name) for name in ("metrics", "model", "num_samples", "world_size")}
+        write_text(output, strict_json(values, indent=2) + "\n")
+    for sentence in score.notices:
+        print(note(sentence))
+    rows = {name: short(value) for name, value in score.metrics.items() if is_number(value)}
+    print(table({**rows, "samples": f"{score.num_samples:,}", "model": score.model}), flush=True)
+
+
+def recipe_in(word: str) -> str:
+    """Return the recipe of a run if a word is its output folder; otherwise the word.
 
     Raises:
-        ConfigError: it belongs to a different model, or to different training data, which the model may have been built from;
-            or it holds adapters of another base.
+        ConfigError: it is the path of something else.
     """
-    strategy.on_main(lambda: check_base(f"--checkpoint {path}", None if saved is None else saved.progress.get("base"), base))
-    trained_on = strategy.broadcast(saved and saved.progress["digests"]["train data"])
-    if trained_on != digests["train data"]:
-        raise ConfigError(f"--checkpoint {path} was trained on different training data. Give the recipe of its run.")
-    try:
-        strategy.load_state(None if saved is None else weights_of(saved, strategy))
-    except ValueError as error:
-        raise ConfigError(f"--checkpoint {path} belongs to a different model: {error}.") from error
+    folder = Path(word).expanduser()
+    path = folder / "recipe.yaml"
+    if path.is_file():
+        return f"recipe={path}"
+    if "=" not in word and (folder.is_dir() or len(folder.parts) > 1) and folder.suffix not in (".yaml", ".yml"):
+        what = " holds no recipe.yaml" if folder.is_dir() else ": there is no such folder"
+        raise ConfigError(f"{word}{what}. Name the output folder of a run, such as outputs/yelp.")
+    return word
+
+
+def model_of(words: Sequence[str], output_dir: str) -> Path:
+    """Return the folder of a run's model: beside the recipe file, which may have been moved; otherwise in ``output_dir``."""
+    source = next(word for word in words if word.startswith("recipe=")).partition("=")[2]
+    beside = Path(source).expanduser().with_name("model")
+    return beside if source.endswith(".yaml") and beside.is_dir() else Path(output_dir) / "model"

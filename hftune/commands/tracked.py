@@ -7,13 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hftune.callbacks import Failure
 from hftune.config import Recipe
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError
+from hftune.task import ask
+from hftune.tracking.jsonl import write_rows
 from hftune.tracking.tracker import Tracker, check_trackers
+
+if TYPE_CHECKING:
+    from hftune.reevaluation import Score
 
 
 def as_run(recipe: Recipe, folder: Path, job_type: str) -> Recipe:
@@ -77,6 +82,24 @@ def _new_folder(first: Path) -> Path:
             folder = first.with_name(f"{first.name}-{number}")
 
 
+def track_evaluation(recipe: Recipe, score: Score, split: str) -> None:
+    """Record an evaluation at the trackers, at the training step that its model comes from. Main process only."""
+    evaluation, step, task = score.evaluation, score.step, recipe.task
+    metrics = evaluation.metrics
+    rows = ask(task, "describe", evaluation.rows, evaluation.rows) if split == "eval" else evaluation.rows
+    labels = ask(task, "labels", None)
+    facts = {"model": score.model, "split": split, "samples": score.num_samples, "processes": score.world_size}
+    with tracked(recipe, facts) as (tracker, folder):
+        tracker.log(step, None, {f"{split}/{name}": value for name, value in metrics.items()})
+        tracker.log_predictions(step, rows, f"{split}/predictions")
+        if "confusion_matrix" in metrics and labels is not None:
+            tracker.log_confusion_matrix(step, metrics["confusion_matrix"], labels)
+        if images := evaluation.images:
+            captions = [ask(task, "caption", "", row) for row in rows[: len(images)]]
+            tracker.log_images(step, images, captions, f"{split}/images")
+        write_rows(folder / "predictions.jsonl", rows, lambda: None)
+
+
 def track_predictions(
     recipe: Recipe, facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], images: Sequence[Any]
 ) -> None:
@@ -86,8 +109,6 @@ def track_predictions(
         rows: plain data, all with the same fields.
         images: pairs of pixels (H, W, 3) uint8 and caption.
     """
-    from hftune.tracking.jsonl import write_rows
-
     with tracked(recipe, facts) as (tracker, folder):
         tracker.log(0, None, {"predict/samples": len(rows)})
         tracker.log_predictions(0, rows, "predictions")

@@ -6,7 +6,7 @@ from transformers import pipeline
 import hftune
 from hftune import ConfigError, Recipe, train
 from hftune.cli import main
-from hftune.commands.evaluate import evaluate
+from hftune.reevaluation import evaluate
 from tests.support.runs import DATA, NO_DROPOUT, TINY, Run
 
 FEW = (*DATA, "train.batch_size=16", "train.log_every=1", "train.lr=1e-2")

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hftune import Recipe, cli, load_model
 from hftune.build import build_model, load_datasets
 from hftune.checkpoints.resume import keep_settled
-from hftune.commands.evaluate import evaluate
 from hftune.errors import ConfigError, DataError
+from hftune.reevaluation import evaluate
 from tests.support.runs import train_on
 
 SMALL = ("task.max_train_samples=3200", "task.max_eval_samples=16", "train.log_every=50", "seed=1")

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from hftune import Recipe, load_model
-from hftune.commands.evaluate import evaluate
 from hftune.data.demo import articles
+from hftune.reevaluation import evaluate
 from hftune.replay.audit import audit
 from tests.support.runs import SMALL, TINY, Run, train_on
 from tests.support.tasks import few_digits, few_shapes

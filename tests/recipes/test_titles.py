@@ -13,10 +13,10 @@ import hftune.data.jieba_tokenizer
 import hftune.models.bigbird  # noqa: F401 - registers the classes
 from hftune import DataError, Recipe, cli, load_model, train
 from hftune.build import plan_batches
-from hftune.commands.evaluate import evaluate
 from hftune.data.demo import articles
 from hftune.data.vocabulary import train_vocabulary
 from hftune.errors import ConfigError
+from hftune.reevaluation import evaluate
 from hftune.run import main
 from tests.support.runs import Run, train_on
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.ngrams import bigram_perplexity, unigram_perplexity
 from hftune import ConfigError, Interrupted, Recipe, cli, load_model, train, training
-from hftune.commands.evaluate import evaluate
 from hftune.data.demo import paragraphs
+from hftune.reevaluation import evaluate
 from hftune.tasks.language_modeling import LanguageModeling
 from tests.support.runs import Command, Run, train_on
 

@@ -11,8 +11,7 @@ import pytest
 
 from hftune import Interrupted, Recipe, __version__, cli, run
 from hftune.commands import recipes
-from hftune.commands.arguments import argv_of_one
-from hftune.commands.evaluate_output import check_output
+from hftune.commands.arguments import argv_of_one, check_output
 from hftune.config.shipped_files import recipe_names, recipe_path
 from hftune.distributed.preflight import launch_options
 from hftune.launchers.slurm import time_s

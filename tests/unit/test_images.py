@@ -14,7 +14,7 @@ import torch
 from PIL import ExifTags, Image
 
 from hftune import ConfigError, DataError, Recipe
-from hftune.commands.evaluate_output import with_evaluation
+from hftune.commands.evaluate import with_evaluation
 from hftune.config import EvalConfig
 from hftune.config.keys import problems_of
 from hftune.data.augmentation import Augmented, augmented

@@ -22,7 +22,7 @@ build  checkpoints  evaluation
 inference  callbacks
 tracking
 settle
-replay
+replay  reevaluation
 reporting
 milestones  planning
 loop  finish  opening
@@ -76,7 +76,7 @@ def test_imports_lead_downwards():
 def test_every_file_and_package_has_its_floor_and_the_root_is_short():
     names = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
     assert names - {"__init__"} == FLOOR_OF.keys()
-    assert len(list(ROOT.glob("*.py"))) <= 20
+    assert len(list(ROOT.glob("*.py"))) <= 21
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])

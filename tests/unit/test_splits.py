@@ -9,7 +9,7 @@ import pytest
 
 from hftune import ConfigError, DataError
 from hftune.commands import folds_result
-from hftune.commands.evaluate_output import with_evaluation
+from hftune.commands.evaluate import with_evaluation
 from hftune.config import Recipe
 from hftune.data import notices
 from hftune.data.rows import row_numbers

@@ -1,0 +1,153 @@
+"""Evaluates a finished model, or a checkpoint, on the processes of this job, as its own run did. Trains nothing.
+
+The scoring is evaluation.py, which the loop calls, too: the numbers are the run's own.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hftune.build import build_model, choose_strategy, load_datasets
+from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, open_checkpoint
+from hftune.checkpoints.export import read_about
+from hftune.checkpoints.output_dir import check_base
+from hftune.checkpoints.run_folder import check_checkpoint, check_model
+from hftune.config import Recipe, TrackConfig
+from hftune.distributed.process_info import ProcessInfo
+from hftune.distributed.session import Session
+from hftune.errors import ConfigError
+from hftune.evaluation import Evaluation
+from hftune.evaluation import evaluate as evaluate_split
+from hftune.inference import load_export
+from hftune.models.adapters import base_digest, has_adapter
+from hftune.optim import build_optimizer
+from hftune.settle import settle_head
+from hftune.strategies.averages import averages_itself
+from hftune.strategies.base import Strategy
+from hftune.strategies.compilation import compile_model
+from hftune.strategies.sharding import SavedState
+
+
+@dataclass
+class Score:
+    """The outcome of an evaluation; the same on every process."""
+
+    metrics: dict[str, Any]
+    model: str
+    """Folder of the model or the checkpoint."""
+    num_samples: int
+    world_size: int
+    is_main: bool
+    """Whether this is the main process, which prints and writes."""
+    step: int | None
+    """Training step that the model comes from, on the main process."""
+    evaluation: Evaluation = field(repr=False)
+    """With the rows of all samples, on the main process."""
+    notices: list[str] = field(default_factory=list, repr=False)
+    """What a user should know, one sentence each."""
+
+
+def evaluate(
+    recipe: Recipe,
+    model: str | Path,
+    checkpoint: str | Path | None = None,
+    split: str = "eval",
+    show_samples: int = 0,
+) -> Score:
+    """Evaluate on one of the recipe's splits. Every process of the job calls it with the same arguments.
+
+    Args:
+        model: folder of the finished model, on every node. Ignored if there is a checkpoint.
+        checkpoint: folder of a checkpoint, on the main node. It is loaded as resuming would: data, model, then its weights.
+        split: "eval" or "test".
+        show_samples: number of samples to draw, see ``Evaluation.images``.
+
+    Raises:
+        ConfigError: the recipe cannot be run here; or there is no such model, checkpoint or split, or it does not fit.
+        DataError: the data cannot be evaluated on.
+    """
+    model, checkpoint = Path(model), None if checkpoint is None else Path(checkpoint)
+    # Trackers are those of the training; and how FSDP sends weights matters to no result, so any launcher will do.
+    training = replace(recipe.train, fsdp_gather="float32", head_loss="whole" if recipe.train.head_loss == "whole" else "auto")
+    recipe = replace(recipe, track=TrackConfig(), train=training)
+    recipe.validate()
+    with Session(recipe) as session:
+        session.progress.stage("loading data and model")
+        if checkpoint is None:
+            check_model(model)
+        saved = None if checkpoint is None else read_checkpoint(checkpoint)
+        # A finished model first: it brings its tokenizer along, which would otherwise be trained again.
+        built = load_export(recipe.task, model) if checkpoint is None else None
+        datasets = load_datasets(recipe)
+        if split not in datasets:
+            raise ConfigError(f"--split {split}: this recipe's data has no such split. It has: {', '.join(datasets)}.")
+        if built is None:
+            built = build_model(recipe)
+        elif recipe.train.compile:
+            compile_model(built)
+        base = base_digest(built) if saved is not None and has_adapter(built) else None
+        strategy = choose_strategy(session.join(), recipe, session.progress)
+        session.at_end(strategy.end_workers)
+        digests = session.compare(strategy, datasets, {})
+        notices = settle_head(recipe, strategy, built, datasets[split], recipe.eval.batch_size)
+        # Nothing is trained; a checkpoint's optimizer may have other weights to evaluate. An export is not frozen, as a task's
+        # parameter groups may take for granted.
+        strategy.prepare(built, torch.optim.SGD(built.parameters()) if checkpoint is None else build_optimizer(built, recipe))
+        if checkpoint is not None:
+            load_weights(strategy, checkpoint, saved, digests, base)
+        session.progress.stage("the evaluation")
+        config = replace(recipe.eval, show_samples=show_samples)
+        with strategy.averaged() if checkpoint is not None else nullcontext():
+            evaluation = evaluate_split(strategy, datasets[split], config, recipe.train.num_workers)
+    step = None
+    if strategy.is_main:
+        step = read_about(model).get("step", 0) if saved is None else saved.step
+    folder = str(model if checkpoint is None else checkpoint)
+    score = Score(evaluation.metrics, folder, len(datasets[split]), strategy.num_processes, strategy.is_main, step, evaluation)
+    score.notices += notices
+    return score
+
+
+def weights_of(saved: Checkpoint, strategy: Strategy) -> SavedState:
+    """Return what the training evaluated: its moving average, or what its optimizer needs to average the weights."""
+    model = {**saved.tensors["model"], **saved.tensors.get("ema", {})}
+    if averages_itself(strategy.sharding.bare_optimizer):
+        options = {name: value for name, value in saved.progress["values"].items() if name.startswith("optimizer")}
+        return {"model": model, "optimizer": saved.tensors["optimizer"]}, options
+    return {"model": model, "optimizer": {}}, {}
+
+
+def read_checkpoint(path: Path) -> Checkpoint | None:
+    """On the main process: verify and read a checkpoint, or raise ConfigError."""
+    if not ProcessInfo.from_environment().is_main:
+        return None
+    check_checkpoint(path)
+    try:
+        return open_checkpoint(path)
+    except BrokenCheckpoint as error:
+        raise ConfigError(f"--checkpoint {path} is not a readable checkpoint: {error}.") from error
+
+
+def load_weights(strategy: Strategy, path: Path, saved: Checkpoint | None, digests: dict[str, str], base: str | None) -> None:
+    """Give the model the weights of a checkpoint, which the main process has read. Collective.
+
+    Args:
+        base: digest of the weights that adapters were put beside, on the main process.
+
+    Raises:
+        ConfigError: it belongs to a different model, or to different training data, which the model may have been built from;
+            or it holds adapters of another base.
+    """
+    strategy.on_main(lambda: check_base(f"--checkpoint {path}", None if saved is None else saved.progress.get("base"), base))
+    trained_on = strategy.broadcast(saved and saved.progress["digests"]["train data"])
+    if trained_on != digests["train data"]:
+        raise ConfigError(f"--checkpoint {path} was trained on different training data. Give the recipe of its run.")
+    try:
+        strategy.load_state(None if saved is None else weights_of(saved, strategy))
+    except ValueError as error:
+        raise ConfigError(f"--checkpoint {path} belongs to a different model: {error}.") from error
