@@ -191,15 +191,6 @@ def test_four_processes_on_two_nodes_get_a_core_each_and_train_as_two(submit, un
 
 
 @long
-def test_one_process_is_stopped_and_resumes_without_a_launcher(submit, tmp_path):
-    job = submit(*SLOW, "1")
-    job.says("step 4/16")
-    job.stop()
-    assert job.wait() == ("COMPLETED", "0:0", 1), job.log
-    assert_whole(tmp_path / "out", [1, 1])
-
-
-@long
 def test_job_that_is_requeued_by_hand_saves_and_resumes(cluster, submit, undisturbed, tmp_path):
     job = submit(*SLOW, "2")
     job.says("step 4/16")
@@ -222,13 +213,17 @@ def test_cancelled_job_saves_and_a_later_one_resumes(cluster, submit, undisturbe
 
 
 @long
-def test_job_stopped_before_the_first_step_is_requeued_and_trains(submit, tmp_path):
-    job = submit(*SLOW, "2")
-    job.until(lambda: job.state()["JobState"] == "RUNNING")
-    time.sleep(2.0)  # srun has started what imports for longer than that
+@pytest.mark.parametrize(
+    ("nodes", "says", "world_sizes"),
+    [("1", "step 4/16", [1, 1]), ("2", "loading libraries", [2])],
+    ids=["one process, without a launcher", "before the first step"],
+)
+def test_job_that_is_stopped_is_requeued_and_trains(submit, tmp_path, nodes, says, world_sizes):
+    job = submit(*SLOW, nodes)
+    job.says(says)
     job.stop()
     assert job.wait() == ("COMPLETED", "0:0", 1), job.log
-    assert_whole(tmp_path / "out", [2])
+    assert_whole(tmp_path / "out", world_sizes)
 
 
 @long
@@ -262,26 +257,15 @@ def test_folders_with_blanks_and_quotes_are_taken_as_they_are(submit, tmp_path):
 
 
 @long
-def test_job_goes_on_without_a_lost_node(three_nodes, undisturbed, tmp_path):
+@pytest.mark.parametrize(("loses", "nodes", "requeued"), [(3, "node[1-2]", 0), (1, "node[2-3]", 1)])
+def test_job_outlives_a_lost_node(three_nodes, undisturbed, tmp_path, loses, nodes, requeued):
+    """With the first node it loses its batch script, and the others requeue it; SLURM itself would keep them until the time limit."""
     with submitting(three_nodes, tmp_path) as submit:
         job = submit(*SLOW, "1-3", "checkpoint.every=4")
         job.says("step 6/16")
-        three_nodes.cut(3)
-        assert job.wait() == ("COMPLETED", "0:0", 0), job.log
-        assert job.state()["NodeList"] == "node[1-2]"
-    assert_whole(tmp_path / "out", [3, 2])
-    assert_close(tmp_path / "out", undisturbed.folder)
-
-
-@long
-def test_job_that_loses_its_first_node_is_requeued_by_the_others(three_nodes, undisturbed, tmp_path):
-    """With that node the job loses its batch script; SLURM itself would keep the others until the time limit."""
-    with submitting(three_nodes, tmp_path) as submit:
-        job = submit(*SLOW, "1-3", "checkpoint.every=4")
-        job.says("step 6/16")
-        three_nodes.power_off(1)
-        assert job.wait() == ("COMPLETED", "0:0", 1), job.log
-        assert job.state()["NodeList"] == "node[2-3]"
+        three_nodes.power_off(1) if loses == 1 else three_nodes.cut(loses)
+        assert job.wait() == ("COMPLETED", "0:0", requeued), job.log
+        assert job.state()["NodeList"] == nodes
     assert_whole(tmp_path / "out", [3, 2])
     assert_close(tmp_path / "out", undisturbed.folder)
 

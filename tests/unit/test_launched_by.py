@@ -1,6 +1,7 @@
 """What is refused of a launcher, or of variables that none sets, before a model is loaded; and what only looks like it."""
 
 import os
+import re
 import sys
 
 import pytest
@@ -33,47 +34,25 @@ def refused(function, *arguments) -> str:
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "says"),
     [
-        (
-            {"WORLD_SIZE": ""},
-            "WORLD_SIZE='' in the environment is not a whole number. Launchers such as torchrun set it; to train in one process, "
-            "unset it.",
-        ),
-        (
-            {"WORLD_SIZE": "two"},
-            "WORLD_SIZE='two' in the environment is not a whole number. Launchers such as torchrun set it; to train in one "
-            "process, unset it.",
-        ),
-        (
-            {"WORLD_SIZE": "2"},
-            "WORLD_SIZE=2 in the environment says that this is one of 2 processes, but RANK, MASTER_ADDR, MASTER_PORT are not "
-            "set. Start all with accelerate launch or torchrun --nproc_per_node N; to train in one process, unset WORLD_SIZE.",
-        ),
-        (
-            {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29500"},
-            "WORLD_SIZE=2 in the environment says that this is one of 2 processes, but MASTER_ADDR is not set. Start all with "
-            "accelerate launch or torchrun --nproc_per_node N; to train in one process, unset WORLD_SIZE.",
-        ),
-        ({**GIVEN, "RANK": "2"}, "RANK=2 in the environment must be below WORLD_SIZE=2: ranks count from 0."),
-        ({"ACCELERATE_USE_CPU": "banana"}, "ACCELERATE_USE_CPU=banana in the environment is neither true nor false."),
-        (
-            {"SLURM_STEP_NUM_TASKS": "8"},
-            "srun started 8 processes (SLURM_STEP_NUM_TASKS=8) that are not connected: each would train alone. "
-            "`hftune slurm` writes a script for it; or start one launcher on each node: srun --ntasks-per-node=1 torchrun. To "
-            "train in separate processes on purpose, set WORLD_SIZE=1.",
-        ),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE='' .* not a whole number.* unset it"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' .* not a whole number.* unset it"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 .* RANK, MASTER_ADDR, MASTER_PORT are not set.* unset WORLD_SIZE"),
+        ({**GIVEN, "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": ""}, "WORLD_SIZE=2 .* MASTER_ADDR is not set"),
+        ({**GIVEN, "RANK": "2"}, "RANK=2 .* must be below WORLD_SIZE=2"),
+        ({"ACCELERATE_USE_CPU": "banana"}, "ACCELERATE_USE_CPU=banana .* neither true nor false"),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, "srun started 8 processes .* `hftune slurm` .* srun --ntasks-per-node=1 torchrun"),
         (
             {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
-            "mpirun started 2 processes (OMPI_COMM_WORLD_SIZE=2) that are not connected: each would train alone. "
-            "Start them with torchrun --nproc_per_node N, or accelerate launch. To train in separate processes on purpose, "
-            "set WORLD_SIZE=1.",
+            "mpirun started 2 processes .* torchrun --nproc_per_node N",
         ),
     ],
 )
-def test_variables_that_no_launcher_sets_are_refused_in_one_sentence(environment, capsys, values, message):
+def test_variables_that_no_launcher_sets_are_refused_in_one_sentence(environment, capsys, values, says):
     environment(**values)
-    assert refused(check_environment) == message
+    message = refused(check_environment)
+    assert re.match(says, message)
     assert hftune.run.main(["recipe=yelp_demo"]) == 2
     assert capsys.readouterr().err == f"hftune: {message}\n"
 
@@ -102,43 +81,24 @@ def test_what_launchers_do_set_is_not_refused(environment, values):
 
 
 @pytest.mark.parametrize(
-    ("values", "words", "message"),
+    ("name", "value", "word", "says"),
     [
-        (
-            {"ACCELERATE_MIXED_PRECISION": "bf16"},
-            ("train.mixed_precision=no",),
-            "The launcher asks for mixed_precision bf16, and the recipe for train.mixed_precision=no. The recipe decides. Set "
-            "train.mixed_precision=bf16, or mixed_precision: 'no' in the launcher's config.",
-        ),
-        (
-            {"ACCELERATE_MIXED_PRECISION": "fp8"},
-            ("train.mixed_precision=bf16",),
-            "The launcher asks for mixed_precision fp8, and the recipe for train.mixed_precision=bf16. The recipe decides. Set "
-            "mixed_precision: 'no' in the launcher's config.",
-        ),
-        (
-            {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"},
-            (),
-            "The launcher asks for dynamo_backend inductor, and the recipe for train.compile=false. The recipe decides. Set "
-            "train.compile=true, which compiles with inductor. Set dynamo_backend: 'no' in the launcher's config.",
-        ),
-        (
-            {"ACCELERATE_DYNAMO_BACKEND": "EAGER"},
-            ("train.compile=true",),
-            "The launcher asks for dynamo_backend eager, and the recipe for train.compile=true. The recipe decides. "
-            "train.compile=true compiles with inductor. Set dynamo_backend: 'no' in the launcher's config.",
-        ),
-        (
-            {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"},
-            (),
-            "The launcher's parallelism_config is not supported. Remove it from the launcher's config. For a pipeline, set parallel.pipeline_stages=2 in the recipe; to shard the model, use accelerate_configs/fsdp.yaml.",
-        ),
+        ("MIXED_PRECISION", "bf16", "train.mixed_precision=no", "Set train.mixed_precision=bf16, or mixed_precision: 'no'"),
+        ("MIXED_PRECISION", "fp8", "train.mixed_precision=bf16", "Set mixed_precision: 'no' in the launcher's config"),
+        ("DYNAMO_BACKEND", "INDUCTOR", "train.compile=false", "Set train.compile=true, which .* Set dynamo_backend: 'no'"),
+        ("DYNAMO_BACKEND", "EAGER", "train.compile=true", r"train\.compile=true compiles with inductor\. Set dynamo_backend"),
     ],
 )
-def test_options_of_the_launcher_that_contradict_the_recipe_are_refused(monkeypatch, values, words, message):
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)
-    assert refused(check_launcher, Recipe.load("yelp_demo", *words)) == message
+def test_options_of_the_launcher_that_contradict_the_recipe_are_refused(monkeypatch, name, value, word, says):
+    monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    asks = f"The launcher asks for {name.lower()} {value.lower()}, and the recipe for {word}. The recipe decides. "
+    assert re.match(f"{re.escape(asks)}.*{says}", refused(check_launcher, Recipe.load("yelp_demo", word)))
+
+
+def test_a_parallelism_config_is_refused_with_what_does_the_same(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    said = refused(check_launcher, Recipe.load("yelp_demo"))
+    assert "parallelism_config is not supported" in said and "parallel.pipeline_stages=2" in said and "fsdp.yaml" in said
 
 
 def test_what_accelerate_launch_sets_by_itself_contradicts_no_recipe(monkeypatch):
@@ -154,10 +114,7 @@ def test_steps_to_accumulate_are_the_recipes(monkeypatch):
     command = ["python", "/bin/accelerate", "launch", "--gradient_accumulation_steps", "4", "script.py"]
     options = launch_options(command)
     monkeypatch.setattr("hftune.distributed.preflight.launch_options", lambda _: options)
-    assert refused(check_launch) == (
-        "accelerate launch was asked for --gradient_accumulation_steps 4, but the recipe decides that: train.batch_size is the "
-        "global batch, train.micro_batch_size what a process computes at once."
-    )
+    assert re.search("--gradient_accumulation_steps 4, .* train.batch_size .* train.micro_batch_size", refused(check_launch))
 
 
 def test_too_few_processes_are_refused_before_the_training_is_imported(environment, monkeypatch):

@@ -30,11 +30,15 @@ def test_this_machine_has_a_loopback():
     assert resolve("localhost") == "127.0.0.1"
 
 
-def test_a_name_that_means_nothing_is_refused():
+def refused(function, *arguments) -> str:
     with pytest.raises(ConfigError) as caught:
-        resolve("no-such-host.invalid")
-    assert str(caught.value).startswith("'no-such-host.invalid' does not resolve to an address (")
-    assert str(caught.value).endswith("). Set main_process_ip to the main machine's IP address.")
+        function(*arguments)
+    return str(caught.value)
+
+
+def test_a_name_that_means_nothing_is_refused():
+    said = refused(resolve, "no-such-host.invalid")
+    assert said.startswith("'no-such-host.invalid' does not resolve to an address (") and "Set main_process_ip" in said
 
 
 def test_the_interface_that_leads_to_the_main_machine_is_set_for_gloo_and_nccl(present):
@@ -51,21 +55,14 @@ def test_what_the_user_has_set_stays(present, monkeypatch):
 
 def test_an_interface_that_is_not_there_is_refused_with_those_that_are(present, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
-    with pytest.raises(ConfigError) as caught:
-        choose_interface("10.2.0.1")
-    assert str(caught.value) == (
-        "GLOO_SOCKET_IFNAME=eth1: this machine has no such interface. Did you mean 'eth0'? "
-        "It has 10.1.0.5 (eth0), 10.2.0.5 (ib0), 127.0.0.1 (lo)."
-    )
+    said = refused(choose_interface, "10.2.0.1")
+    assert said.startswith("GLOO_SOCKET_IFNAME=eth1: this machine has no such interface. Did you mean 'eth0'?")
+    assert said.endswith("It has 10.1.0.5 (eth0), 10.2.0.5 (ib0), 127.0.0.1 (lo).")
 
 
 def test_a_main_machine_whose_name_means_its_loopback_is_asked_for_its_address(present):
-    with pytest.raises(ConfigError) as caught:
-        choose_interface("node1")
-    assert str(caught.value) == (
-        "node1 resolves to 127.0.1.1 on this machine, which other machines cannot reach. Set main_process_ip to its address in the "
-        "network, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. It has 10.1.0.5 (eth0), 10.2.0.5 (ib0), 127.0.0.1 (lo)."
-    )
+    said = refused(choose_interface, "node1")
+    assert "node1 resolves to 127.0.1.1 on this machine" in said and "Set main_process_ip" in said and "10.2.0.5 (ib0)" in said
 
 
 def test_with_one_network_only_there_is_nothing_to_ask(present, monkeypatch):
@@ -75,11 +72,8 @@ def test_with_one_network_only_there_is_nothing_to_ask(present, monkeypatch):
 
 def test_a_route_over_no_known_interface_is_not_handed_to_the_backends(present, monkeypatch):
     monkeypatch.setattr(network, "interfaces", lambda: {"lo": ["127.0.0.1"], "eth0": ["10.1.0.5"]})
-    with pytest.raises(ConfigError) as caught:
-        choose_interface("10.2.0.1")
-    assert str(caught.value) == (
-        "No interface of this machine has the address 10.2.0.5. It has 10.1.0.5 (eth0), 127.0.0.1 (lo). Set GLOO_SOCKET_IFNAME."
-    )
+    said = refused(choose_interface, "10.2.0.1")
+    assert said.startswith("No interface of this machine has the address 10.2.0.5.") and "Set GLOO_SOCKET_IFNAME" in said
 
 
 def test_an_alias_of_an_interface_is_up_as_that_is(monkeypatch):
@@ -98,12 +92,8 @@ def test_no_way_to_another_network_is_said_at_once(monkeypatch):
 
     monkeypatch.setattr(network.socket, "socket", Unrouted)
     monkeypatch.setattr(network, "interfaces", lambda: PRESENT)
-    with pytest.raises(ConfigError) as caught:
-        route_to("10.9.0.1")
-    assert str(caught.value) == (
-        "This machine has no route to 10.9.0.1 (Network is unreachable). It has 10.1.0.5 (eth0), 10.2.0.5 (ib0), 127.0.0.1 (lo). "
-        "Check that address and the network."
-    )
+    said = refused(route_to, "10.9.0.1")
+    assert said.startswith("This machine has no route to 10.9.0.1 (Network is unreachable).") and "10.1.0.5 (eth0)" in said
 
 
 def test_an_address_that_may_be_bound_is_not_therefore_this_machines(monkeypatch):
