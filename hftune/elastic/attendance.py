@@ -20,7 +20,7 @@ from hftune.distributed.consistency import differences, remedies
 from hftune.distributed.network import interfaces
 from hftune.elastic.copies import Copies
 from hftune.elastic.membership import Machine, Membership, Phase, Silence, View, advance
-from hftune.elastic.places import MeetingPlace
+from hftune.elastic.places import Place
 
 BEAT_S = 0.5
 KEEP_ALIVE_S = 3.0
@@ -53,7 +53,7 @@ class Times:
 class Attendance:
     """A thread that takes part in the job for this agent: gives a sign of life, notices, and advances the document."""
 
-    def __init__(self, place: MeetingPlace, me: Machine, least: int, most: int, times: Times, facts: dict[str, Any]):
+    def __init__(self, place: Place, me: Machine, least: int, most: int, times: Times, facts: dict[str, Any]):
         self.place, self.least, self.most, self.times = place, least, most, times
         self.facts = facts
         """What all machines must have in common, see consistency.py."""

@@ -50,9 +50,9 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
         from hftune.elastic.rendezvous import create_elastic_handler
 
         return create_elastic_handler(params)
-    from hftune.launchers.rendezvous import create_meeting
+    from hftune.launchers.rendezvous import create_fixed
 
-    return create_meeting(params)
+    return create_fixed(params)
 
 
 def range_problem(words: Sequence[str]) -> str | None:

@@ -25,12 +25,12 @@ from hftune.distributed.rounds import AGENT_S
 from hftune.elastic.attendance import BEAT_S, KEEP_ALIVE_S, LAST_CALL_S, REGROUP_EVERY_S, RETURN_S, Attendance, Times
 from hftune.elastic.copies import Copies
 from hftune.elastic.membership import Machine
-from hftune.elastic.places import FolderPlace, MeetingPlace, StorePlace, connect
+from hftune.elastic.places import FolderPlace, Place, StorePlace, connect
 from hftune.errors import ConfigError
-from hftune.launchers.rendezvous import PORT, Meeting, join_timeout_s, leave, say
+from hftune.launchers.rendezvous import PORT, FixedRendezvous, join_timeout_s, leave, say
 
-MOST_SILENCE_S = AGENT_S / 2
-"""The greatest keep_alive."""
+MAX_KEEP_ALIVE_S = AGENT_S / 2
+"""Of ``keep_alive``: processes wait for AGENT_S for their launcher to know who is lost."""
 
 
 def attend(params: RendezvousParameters) -> tuple[Attendance, str, bool]:
@@ -50,9 +50,9 @@ def attend(params: RendezvousParameters) -> tuple[Attendance, str, bool]:
         keep_alive=_number(config, "keep_alive", KEEP_ALIVE_S, least=BEAT_S),
         regroup_every=_number(config, "regroup_every", REGROUP_EVERY_S if recipe is None else recipe.parallel.regroup_every_s),
     )
-    if times.keep_alive > MOST_SILENCE_S:
+    if times.keep_alive > MAX_KEEP_ALIVE_S:
         refuse(
-            f"--rdzv_conf keep_alive={times.keep_alive:g} is more than {MOST_SILENCE_S:g} s: the processes would give up "
+            f"--rdzv_conf keep_alive={times.keep_alive:g} is more than {MAX_KEEP_ALIVE_S:g} s: the processes would give up "
             "before their launcher knows which machine is lost."
         )
     try:
@@ -114,7 +114,7 @@ def _number(config: dict[str, Any], name: str, default: float, least: float = 0.
     return value
 
 
-def _find_place(params: RendezvousParameters, times: Times) -> tuple[MeetingPlace, str, str, bool]:
+def _find_place(params: RendezvousParameters, times: Times) -> tuple[Place, str, str, bool]:
     """Return the meeting place, its name, this machine's address, and whether this process serves the place."""
     where = params.config.get("meeting") or params.endpoint
     if not where:
@@ -128,7 +128,7 @@ def _find_place(params: RendezvousParameters, times: Times) -> tuple[MeetingPlac
         host, port = parse_rendezvous_endpoint(where, PORT)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
-    meeting = Meeting(host, port, params.max_nodes, params.run_id, times.join, params.config)
+    meeting = FixedRendezvous(host, port, params.max_nodes, params.run_id, times.join, params.config)
     store, is_host = meeting.find_store()
     if not is_host and store.check([f"hftune/machines/{params.run_id}/joined"]):
         raise ConfigError(

@@ -27,7 +27,7 @@ POLL_S = 0.1
 """Between two attempts to connect."""
 
 
-class MeetingPlace(Protocol):
+class Place(Protocol):
     """All methods raise OSError or RuntimeError (torch's DistError) if the place does not answer."""
 
     def read(self) -> str:

@@ -53,7 +53,7 @@ class Machine:
         return f"{self.host} ({self.address} on {self.interface})"
 
 
-def create_meeting(params: RendezvousParameters) -> Meeting:
+def create_fixed(params: RendezvousParameters) -> FixedRendezvous:
     """Read the parameters of a launcher with a fixed number of machines.
 
     Raises:
@@ -67,7 +67,7 @@ def create_meeting(params: RendezvousParameters) -> Meeting:
         host, port = parse_rendezvous_endpoint(params.endpoint, PORT)
     except ValueError as error:
         leave(f"{params.endpoint}: {error}")
-    return Meeting(
+    return FixedRendezvous(
         host, port, params.max_nodes, params.run_id, join_timeout_s(params.config.get("join_timeout")), params.config
     )
 
@@ -91,7 +91,7 @@ def leave(message: str) -> None:
     sys.exit(f"hftune: {message}")
 
 
-class Meeting(StaticTCPRendezvous):
+class FixedRendezvous(StaticTCPRendezvous):
     """Opens the store on the main machine and connects to it on the others."""
 
     def __init__(self, host: str, port: int, num_machines: int, run_id: str, timeout_s: float, config: Any):

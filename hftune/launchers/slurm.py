@@ -56,16 +56,16 @@ class Job:
             raise ConfigError("\n  ".join(problems))
 
     @property
-    def fewest_nodes(self) -> int:
+    def min_nodes(self) -> int:
         return int(self.nodes.partition("-")[0])
 
     @property
-    def most_nodes(self) -> int:
+    def max_nodes(self) -> int:
         return int(self.nodes.rpartition("-")[2])
 
     @property
     def is_elastic(self) -> bool:
-        return self.most_nodes > self.fewest_nodes
+        return self.max_nodes > self.min_nodes
 
     @property
     def processes_a_node(self) -> int:
@@ -73,7 +73,7 @@ class Job:
 
     @property
     def may_be_one_process(self) -> bool:
-        return self.fewest_nodes == self.processes_a_node == 1
+        return self.min_nodes == self.processes_a_node == 1
 
     @property
     def is_one_process(self) -> bool:
@@ -84,7 +84,7 @@ class Job:
         cores = "cpus-per-process" if self.cpu else "cpus-per-gpu"
         if not re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", self.nodes):
             yield f"--nodes {self.nodes} is neither a number of nodes, such as 2, nor a range, such as 1-2."
-        elif self.fewest_nodes > self.most_nodes:
+        elif self.min_nodes > self.max_nodes:
             yield f"--nodes {self.nodes} starts with the larger number."
         for name, least in counts.items():
             if (value := getattr(self, name)) is not None and value < least:

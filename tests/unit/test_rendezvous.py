@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from hftune.distributed import network
 from hftune.doctor import FAULT, OK, _open_files
 from hftune.elastic import handler
-from hftune.launchers.rendezvous import Meeting, create_meeting
+from hftune.launchers.rendezvous import FixedRendezvous, create_fixed
 
 
 @pytest.fixture
@@ -29,12 +29,12 @@ def few_files() -> Iterator[int]:
 
 
 def test_the_launcher_that_holds_the_store_allows_itself_the_connections_of_all_processes(few_files):
-    assert Meeting("127.0.0.1", 0, 1, "job", 5.0, {})._open_store() is not None
+    assert FixedRendezvous("127.0.0.1", 0, 1, "job", 5.0, {})._open_store() is not None
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == few_files
 
 
 def test_the_store_of_one_machine_is_not_on_the_network():
-    meeting = create_meeting(RendezvousParameters("hftune", "", "job", 1, 1))
+    meeting = create_fixed(RendezvousParameters("hftune", "", "job", 1, 1))
     info = meeting.next_rendezvous()
     address, port = info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port
     assert (address, info.rank, info.world_size) == ("127.0.0.1", 0, 1)
@@ -75,14 +75,14 @@ def name_server(monkeypatch):
 def test_a_name_that_does_not_resolve_yet_is_tried_again(name_server):
     """On Kubernetes, the name of pod 0 may not exist before pod 1 asks for it."""
     attempts = name_server(2)
-    info = Meeting("localhost", 0, 1, "job", 5.0, {}).next_rendezvous()
+    info = FixedRendezvous("localhost", 0, 1, "job", 5.0, {}).next_rendezvous()
     assert info.rank == 0 and len(attempts) > 2
 
 
 def test_a_name_that_never_resolves_ends_the_launcher_at_its_time_limit(name_server):
     name_server(float("inf"))
     with pytest.raises(SystemExit) as caught:
-        Meeting("pod-0.job", 29500, 2, "job", 0.3, {}).next_rendezvous()
+        FixedRendezvous("pod-0.job", 29500, 2, "job", 0.3, {}).next_rendezvous()
     assert str(caught.value) == (
         "hftune: 'pod-0.job' does not resolve to an address (Name or service not known). Set main_process_ip to the main "
         "machine's IP address. Waited 0 s; HFTUNE_JOIN_TIMEOUT_S=1 waits longer."
@@ -92,7 +92,7 @@ def test_a_name_that_never_resolves_ends_the_launcher_at_its_time_limit(name_ser
 def test_numbers_that_are_no_address_are_refused_at_once(name_server):
     attempts = name_server(float("inf"))
     with pytest.raises(SystemExit, match=r"hftune: '10\.77\.0\.300' does not resolve to an address \(Name"):
-        Meeting("10.77.0.300", 29500, 2, "job", 60.0, {}).next_rendezvous()
+        FixedRendezvous("10.77.0.300", 29500, 2, "job", 60.0, {}).next_rendezvous()
     assert len(attempts) == 1
 
 
