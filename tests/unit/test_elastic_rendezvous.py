@@ -232,6 +232,17 @@ def test_only_one_of_those_who_have_read_the_same_changes_the_document(tmp_path)
         assert place.signs(["a", "b"]) == {"a": "this", "b": ""}
 
 
+def test_jobs_of_different_names_may_meet_at_the_same_place(tmp_path):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for one, other in (
+        (FolderPlace(tmp_path, "one"), FolderPlace(tmp_path, "other")),
+        (StorePlace(store, "one", lambda: store), StorePlace(store, "other", lambda: store)),
+    ):
+        one.swap("", "document")
+        one.give_sign("a", "sign")
+        assert (one.read(), other.read(), other.signs(["a"])) == ("document", "", {"a": ""})
+
+
 def test_a_meeting_place_that_is_started_again_gets_its_document_back():
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
     port = stores[0].port

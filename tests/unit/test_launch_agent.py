@@ -120,6 +120,12 @@ def test_the_least_number_stays(run):
     assert code == 1 and made.count == 2
 
 
+def test_the_number_stays_a_multiple_of_the_stages_of_a_pipeline(signals, tmp_path):
+    made = Forks(Wanted(2, 5, 2, str(tmp_path)), tmp_path, signals, lambda variables: None)
+    counts = [made.count, made._lower({0: "lost"}), made.count, made._lower({0: "lost"}), made.count]
+    assert counts == [4, True, 2, False, 2]
+
+
 @pytest.mark.parametrize(("exit_code", "reports", "rounds"), [(1, True, 1), (2, True, 1), (75, False, 1), (1, False, 3)])
 def test_one_that_says_why_it_fails_ends_the_job_at_once(run, exit_code, reports, rounds):
     def work(rank, number, folder):
