@@ -122,14 +122,14 @@ class Copies:
         """Let another machine keep a copy if there are too few; return whether it does."""
         with self.changed:
             sender.is_chosen = sum(one.keeps_copy for one in self._senders) < self.copies
-        return sender.is_chosen
+            return sender.is_chosen
 
     def complete(self) -> None:
         """Wait until the copies have all that this machine has now, or their machines are gone."""
         with self.changed:
             self.version += 1
             self.changed.notify_all()
-            while any(one.keeps_copy and one.version < self.version for one in self._senders):
+            while any(one.is_awaited for one in self._senders):
                 self.changed.wait(LOOK_S)
 
     def stop(self) -> None:
@@ -196,8 +196,10 @@ class Sender(threading.Thread):
     def __init__(self, copies: Copies, channel: Channel, machine: str, host: str):
         super().__init__(name="hftune sender", daemon=True)
         self.copies, self.channel, self.machine, self.host = copies, channel, machine, host
-        self.is_chosen, self.version = False, -1
-        """``version`` is what the other one has, see Copies."""
+        self.is_chosen: bool | None = None
+        """Whether the other one keeps a copy; None before that is clear."""
+        self.version = -1
+        """Of what the other one has, see Copies."""
         self._round = -1
         self._sent: dict[str, tuple[int, int, int]] = {}
         """What ``about`` said of each file that the other one has."""
@@ -207,7 +209,14 @@ class Sender(threading.Thread):
     @property
     def keeps_copy(self) -> bool:
         """Whether the other machine is there and keeps a copy."""
-        return self.is_chosen and self.is_alive() and self.copies.is_here(self.machine)
+        return bool(self.is_chosen) and self.is_alive() and self.copies.is_here(self.machine)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the other machine is there, and is to get the present state; or may be, as it has just come."""
+        if self.is_chosen is None:
+            return self.is_alive() and self.copies.is_here(self.machine) and has_something(self.copies.folder)
+        return self.keeps_copy and self.version < self.copies.version
 
     def stop(self) -> None:
         """Make this thread end soon."""
@@ -219,9 +228,9 @@ class Sender(threading.Thread):
             is_chosen = self._agree()
             while is_chosen:
                 version, now = self.copies.version, manifests(self.copies.folder)
-                if (version, now) == (self.version, newest):
+                if (version, now) == (self.version, newest) or not self._send():
                     self._pause()
-                elif self._send():
+                else:
                     newest = now
                     with self.copies.changed:
                         self.version = version
@@ -236,7 +245,7 @@ class Sender(threading.Thread):
     def _agree(self) -> bool:
         """Once there is a checkpoint, find out whether the other machine has a folder of its own and may keep a copy in it."""
         copies = self.copies
-        while not (has_begun(copies.folder) and manifests(copies.folder)):
+        while not has_something(copies.folder):
             self._pause()
         if not read_id(copies.folder):
             write_text(copies.folder / RUN_ID, secrets.token_hex(8))
@@ -249,6 +258,8 @@ class Sender(threading.Thread):
         finally:
             mark.unlink(missing_ok=True)
         self._there = answer["checkpoints"]
+        if not answer["is_own"] or answer["refusal"]:
+            self.is_chosen = False
         if refusal := answer["refusal"]:
             copies.say(f"{self.host} keeps no copy of output_dir: {refusal.removesuffix('.')}.")
         elif answer["is_own"] and (copies.choose(self) or copies.copies == 0):
@@ -256,7 +267,7 @@ class Sender(threading.Thread):
             kept = f"{who} keeps a copy of output_dir (checkpoint.copies={copies.copies})"
             copies.say(f"The machines have no common file system: {kept}.")
         self.channel.say(is_chosen=self.is_chosen)
-        return self.is_chosen
+        return bool(self.is_chosen)
 
     def _send(self) -> bool:
         """Send what the other one lacks; return False if something was replaced in this moment."""
@@ -401,6 +412,11 @@ def has_begun(folder: Path) -> bool:
     """Whether the present job trains in this folder. Until it does, what is there may be removed, as with resume=never."""
     path = folder / BEGUN
     return path.is_file() and f"job {present_job()}" in json.loads(path.read_text(encoding="utf-8"))
+
+
+def has_something(folder: Path) -> bool:
+    """Whether there is a checkpoint of the present job in this folder."""
+    return has_begun(folder) and bool(manifests(folder))
 
 
 def inside(name: str) -> str:

@@ -238,6 +238,14 @@ def test_the_end_waits_for_the_last_copy_and_for_nobody_who_is_gone(here, there,
     assert not ends.is_alive()
 
 
+def test_the_end_waits_for_a_machine_that_has_just_come(here, there):
+    for launcher in (here, there):
+        launcher.begin(here)
+    until(lambda: here.copies._senders)
+    here.copies.complete()
+    assert steps(there.copies.folder / "checkpoints") == [10]
+
+
 def test_as_many_machines_keep_a_copy_as_are_asked_for_and_others_take_their_place(here, make):
     one, two = make("one"), make("two")
     copy(here, one, two)
