@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from hftune.atomic import explain_write_errors, write_text
 from hftune.callbacks import End, EvaluationDone
-from hftune.checkpoints.atomic_files import explain_write_errors, write_text
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, open_checkpoint, path_of
 from hftune.checkpoints.export import export
 from hftune.checkpoints.output_dir import OutputDir, TrainResult

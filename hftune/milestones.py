@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hftune.atomic import GrowingFile
 from hftune.batch_plan import BatchPlan
 from hftune.callbacks import Callbacks, CheckpointDone, EvaluationDone, Log, Wishes
-from hftune.checkpoints.atomic_files import GrowingFile
 from hftune.checkpoints.checkpointer import Checkpointer, path_of
 from hftune.checkpoints.export import export
 from hftune.checkpoints.train_state import Provenance, TrainState

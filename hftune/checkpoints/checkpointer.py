@@ -27,8 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hftune.atomic import atomic_path, restore
-from hftune.checkpoints.atomic_files import GrowingFile, sha256_of
+from hftune.atomic import GrowingFile, atomic_path, restore, sha256_of
 from hftune.config.sections import CheckpointConfig
 
 FORMAT = 2

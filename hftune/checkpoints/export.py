@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from hftune.atomic import atomic_path, restore, set_aside
-from hftune.checkpoints.atomic_files import explain_write_errors
+from hftune.atomic import atomic_path, explain_write_errors, restore, set_aside
 from hftune.errors import ConfigError
 from hftune.task import Task
 

@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hftune.checkpoints.atomic_files import only_writer, write_text
+from hftune.atomic import write_text
 from hftune.checkpoints.checkpointer import steps
 from hftune.checkpoints.export import read_about, restore_export
+from hftune.checkpoints.lock import only_writer
 from hftune.checkpoints.resume import Start, check_finished, find_start, leads_elsewhere, member, note_begun
 from hftune.checkpoints.run_folder import OUT_OF_FOLD, PROFILE, REPORT, SAMPLE_IMAGES
 from hftune.checkpoints.train_state import Provenance, RestoredState, TrainState

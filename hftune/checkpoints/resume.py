@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from hftune.checkpoints.atomic_files import write_text
+from hftune.atomic import write_text
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, newest, open_checkpoint, steps, tidy
 from hftune.config.recipe import Recipe, flat
 from hftune.config.reference import all_keys, resume_rule

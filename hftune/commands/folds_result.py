@@ -9,8 +9,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from hftune.atomic import atomic_path
-from hftune.checkpoints.atomic_files import explain_write_errors, write_text
+from hftune.atomic import atomic_path, explain_write_errors, write_text
 from hftune.checkpoints.output_dir import TrainResult
 from hftune.checkpoints.run_folder import OUT_OF_FOLD
 from hftune.config import Recipe

@@ -26,9 +26,8 @@ from rich.text import Text
 from torch import nn
 
 from hftune import __version__
-from hftune.atomic import atomic_path
+from hftune.atomic import atomic_path, write_lines, write_text
 from hftune.batch_plan import BatchPlan, MicroBatch, balance
-from hftune.checkpoints.atomic_files import write_lines, write_text
 from hftune.checkpoints.export import readable
 from hftune.commands.predict_data import ABOUT, Job, flat, output_columns, output_rows, parts_folder
 from hftune.config import ParallelConfig, TrackConfig

@@ -45,7 +45,7 @@ def check_folders(folders: Sequence[Path]) -> None:
 
 def write(output: Path, text: str) -> None:
     """Write the page, or raise ConfigError."""
-    from hftune.checkpoints.atomic_files import write_text
+    from hftune.atomic import write_text
 
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -396,7 +396,7 @@ def over_seeds(sweep: Sweep, trials: Sequence[Trial]) -> list[dict[str, Any]]:
 
 def write_summary(sweep: Sweep, trials: Sequence[Trial]) -> None:
     """Write sweep.json: what was swept, and the trials, the best first."""
-    from hftune.checkpoints.atomic_files import write_text
+    from hftune.atomic import write_text
 
     names = ("name", "values", "state", "value", "step", "seconds", "error")
     listed = [*best_first(sweep, trials), *(trial for trial in trials if trial.value is None)]

@@ -23,9 +23,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from hftune.atomic import atomic_path, remove
-from hftune.checkpoints.atomic_files import only_writer, write_text
+from hftune.atomic import atomic_path, remove, write_text
 from hftune.checkpoints.checkpointer import path_of, remove_checkpoint, steps, tidy, verify
+from hftune.checkpoints.lock import only_writer
 from hftune.checkpoints.resume import BEGUN
 from hftune.distributed.rounds import present_job
 from hftune.elastic.membership import Machine, State

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from hftune.checkpoints.atomic_files import sha256_of
+from hftune.atomic import sha256_of
 from hftune.config import Recipe
 from hftune.data.row_hashes import NAME as ROWS
 from hftune.replay.audit import audit

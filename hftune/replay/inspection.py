@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hftune.atomic import explain_write_errors, write_lines
 from hftune.batch_plan import BatchPlan
-from hftune.checkpoints.atomic_files import explain_write_errors, write_lines
 from hftune.replay.history import History
 from hftune.replay.outliers import Outlyingness, find_outliers, token_columns
 from hftune.replay.samples import SampleRecord, batch_loss, look_inside

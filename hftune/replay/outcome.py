@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hftune.checkpoints.atomic_files import write_lines, write_text
+from hftune.atomic import write_lines, write_text
 from hftune.replay.engine import ReplayedStep, Replayer
 from hftune.replay.environment import environment_differences
 from hftune.replay.inspection import Findings, Inspection

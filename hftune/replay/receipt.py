@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hftune.atomic import atomic_path
-from hftune.checkpoints.atomic_files import sha256_of
+from hftune.atomic import atomic_path, sha256_of
 from hftune.errors import ConfigError
 from hftune.replay.history import path_of
 from hftune.replay.ledger import read_ledger

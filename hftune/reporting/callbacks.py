@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from hftune.atomic import write_text
 from hftune.callbacks import Begin, Callback, End, EvaluationDone
-from hftune.checkpoints.atomic_files import write_text
 from hftune.checkpoints.run_folder import REPORT
 from hftune.reporting.card import CARD, card, read_facts
 from hftune.reporting.page import write_report

@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
-from hftune.checkpoints.atomic_files import write_text
+from hftune.atomic import write_text
 from hftune.checkpoints.run_folder import REPORT
 from hftune.replay.run_record import read_run, run_names
 from hftune.reporting.blocks import cut, number, plain

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hftune.checkpoints.atomic_files import explain_write_errors, write_text
+from hftune.atomic import explain_write_errors, write_text
 from hftune.secrecy import without_secrets
 from hftune.tracking.jsonl import strict_json
 

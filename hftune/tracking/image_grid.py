@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from hftune.atomic import atomic_path
-from hftune.checkpoints.atomic_files import explain_write_errors
+from hftune.atomic import atomic_path, explain_write_errors
 
 GAP = 4
 """White pixels between two images."""

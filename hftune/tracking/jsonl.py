@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hftune.checkpoints.atomic_files import GrowingFile, explain_write_errors, write_lines, write_text
+from hftune.atomic import GrowingFile, explain_write_errors, write_lines, write_text
 
 
 def strict_json(value: Any, **settings: Any) -> str:

@@ -15,9 +15,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from hftune.atomic import GrowingFile, explain_write_errors
 from hftune.batch_plan import BatchPlan
 from hftune.callbacks import Begin, Callback, CheckpointDone, End, Step
-from hftune.checkpoints.atomic_files import GrowingFile, explain_write_errors
 from hftune.errors import TrainingError
 from hftune.tracking.jsonl import strict_json
 

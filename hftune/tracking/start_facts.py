@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from hftune import __version__
+from hftune.atomic import explain_write_errors
 from hftune.build import Parts
-from hftune.checkpoints.atomic_files import explain_write_errors
 from hftune.checkpoints.checkpointer import Checkpoint
 from hftune.checkpoints.train_state import Provenance
 from hftune.config import Recipe

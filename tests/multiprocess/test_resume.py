@@ -480,7 +480,7 @@ def test_newest_and_best_checkpoints_stay(unbroken):
 
 def test_second_run_in_the_same_folder_is_refused(tmp_path):
     """Both were started by hand; the first is held in its data set until the second has been refused."""
-    code = "import os, sys, time; from hftune.checkpoints.atomic_files import only_writer; from pathlib import Path\n"
+    code = "import os, sys, time; from hftune.checkpoints.lock import only_writer; from pathlib import Path\n"
     code += "with only_writer(Path(sys.argv[1])): print(os.getpid(), flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment(), stdout=subprocess.PIPE, text=True)
     try:

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from hftune import ConfigError
-from hftune.checkpoints.atomic_files import only_writer
+from hftune.checkpoints.lock import only_writer
 
 
 def test_a_folder_in_use_names_its_user_and_a_way_out_if_that_one_is_lost(tmp_path):

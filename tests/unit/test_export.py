@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hftune import ConfigError, Task, TrainingError
-from hftune.checkpoints.atomic_files import write_text
+from hftune.atomic import write_text
 from hftune.checkpoints.export import export, read, readable, restore_export
 from hftune.inference import load_export
 

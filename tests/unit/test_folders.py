@@ -10,9 +10,9 @@ import datasets
 import pytest
 
 from hftune import Recipe
-from hftune.checkpoints.atomic_files import only_writer
 from hftune.checkpoints.checkpointer import Checkpoint
 from hftune.checkpoints.export import ABOUT
+from hftune.checkpoints.lock import only_writer
 from hftune.checkpoints.output_dir import OutputDir, start_folder
 from hftune.checkpoints.resume import Start
 from hftune.checkpoints.train_state import TrainState

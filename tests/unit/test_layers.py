@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2] / "hftune"
 FLOORS = """
 secrecy
-errors  atomic
+errors
+atomic
 task  batch_plan
 config
 data

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from hftune import ConfigError, Recipe, TrainingError, run
-from hftune.checkpoints import atomic_files
-from hftune.checkpoints.atomic_files import only_writer
+from hftune.checkpoints import lock
 from hftune.checkpoints.checkpointer import Checkpointer, steps
+from hftune.checkpoints.lock import only_writer
 from hftune.checkpoints.resume import find_start, is_restarted, member, note_begun
 from hftune.config.every import Every
 from hftune.config.sections import CheckpointConfig
@@ -80,7 +80,7 @@ def test_an_agent_that_names_no_job_deletes_nothing_in_a_later_round(in_round, t
 
 
 def test_a_later_round_takes_the_folder_over_from_a_main_process_that_hangs(in_round, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(atomic_files, "RETURN_S", 0.1)
+    monkeypatch.setattr(lock, "RETURN_S", 0.1)
     in_round(0)
     with only_writer(tmp_path) as was_ours:
         in_round(1, job="two")

@@ -1,103 +1,23 @@
-"""Writes output files atomically, reports write errors, and locks a folder against other runs. Independent of training."""
+"""Locks an output folder against other runs. Independent of training."""
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Lock
 
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
 
-from hftune.atomic import atomic_path
+from hftune.atomic import write_text
 from hftune.distributed.rounds import present_job, present_round
-from hftune.errors import ConfigError, TrainingError
+from hftune.errors import ConfigError
 
 RETURN_S = 1.5
 """For the main process of an earlier round to end and release its folder."""
-
-
-@contextmanager
-def explain_write_errors(path: Path) -> Iterator[None]:
-    """Turn a write error into one that names the path and says what is safe.
-
-    Raises:
-        TrainingError: the block fails to write.
-    """
-    try:
-        yield
-    except (OSError, SafetensorError) as error:  # safetensors reports a full disk with its own exception
-        reason = getattr(error, "strerror", None) or str(error)
-        has_checkpoints = any(any((parent / "checkpoints").glob("step_*")) for parent in path.absolute().parents[:2])
-        intact = "Earlier checkpoints are intact. " if has_checkpoints else ""
-        then = "then resume=auto continues from the newest checkpoint." if has_checkpoints else "then start again."
-        raise TrainingError(
-            f"{path} cannot be written: {reason}. {intact}Free disk space or fix permissions; {then}"
-        ) from error
-
-
-class GrowingFile:
-    """A file that grows with a run. What a full disk does not take waits in memory, and is written before what comes later.
-
-    May be used from several threads.
-    """
-
-    def __init__(self, path: Path, size: int | None = None):
-        """Append to a file; ``size``: to its first so many bytes."""
-        self.path = path
-        self._lock, self._waiting = Lock(), b""
-        self._file = path.open("ab", buffering=0)
-        if size is not None:
-            self._file.truncate(size)
-
-    def append(self, data: bytes) -> None:
-        """Write, or wait for room on the disk. Raises TrainingError if anything else is wrong."""
-        with self._lock, explain_write_errors(self.path):
-            self._waiting += data
-            try:
-                self._write()
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-
-    def _write(self) -> None:
-        while self._waiting:  # a disk that fills up takes a part
-            self._waiting = self._waiting[self._file.write(self._waiting) :]
-
-    def flush(self) -> None:
-        """Wait until everything is on the disk. Raises OSError if there is no room for it."""
-        with self._lock:
-            self._write()
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Write what waits, and close. Raises TrainingError if there is still no room."""
-        with self._lock, explain_write_errors(self.path), self._file:
-            self._write()
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace the text of a file atomically."""
-    write_lines(path, [text])
-
-
-def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Replace the text of a file atomically with lines that are produced one at a time."""
-    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        file.writelines(lines)
-
-
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of the contents of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
