@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from decimal import Decimal, InvalidOperation
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -29,9 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="output folder of a run, such as outputs/yelp")
     parser.add_argument("--step", type=int, required=True, help="step to compute again, counted from 1")
     parser.add_argument(
-        "--expect", metavar="LOSS", help="loss of that step, equal if it is rounded to as many digits (default: the ledger's)"
+        "--tolerance", type=float, default=2e-6, help="relative difference that counts as equal (default: %(default)s)"
     )
-    parser.add_argument("--tolerance", type=float, help="relative difference that counts as equal (default: 2e-6)")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys that differ in this step", dest="keys")
     parser.add_argument("--data", nargs="+", default=[], metavar="PLACE", help="where the data are now, as for hftune replay")
     add_trust_code(parser)
@@ -64,23 +62,16 @@ def check(options: argparse.Namespace) -> History:
     """Return the run, or raise ConfigError for what would be wrong with every revision."""
     check_at_least_1(options, "step")
     check_single("hftune bisect-step")
-    if options.tolerance is not None and not options.tolerance >= 0:
+    if not options.tolerance >= 0:
         raise ConfigError(f"--tolerance {options.tolerance} must be 0 or more.")
-    if options.expect is not None:
-        expected(options.expect)
     if options.trust_code:
         find_modules_here()
     from hftune.replay.history import History
 
     history = History.open(options.run_folder, trust_code=options.trust_code, data=options.data)
     history.check_step(options.step)
-    line = history.ledger.steps.get(options.step, {})  # the step at which the run stopped has none
-    if line.get("skipped"):
-        raise ConfigError(f"Step {options.step} was skipped by {options.run_folder} (train.skip): it has no loss.")
-    if options.expect is None and line.get("loss") is None:
-        raise ConfigError(
-            f"The ledger of {options.run_folder} has no loss of step {options.step}. Say what to expect: --expect LOSS."
-        )
+    if history.ledger.steps.get(options.step, {}).get("loss") is None:  # skipped, or the step at which the run stopped
+        raise ConfigError(f"The ledger of {options.run_folder} has no loss of step {options.step}: name another step.")
     return history
 
 
@@ -98,40 +89,17 @@ def compute(history: History, options: argparse.Namespace) -> ReplayedStep:
     return steps[-1]
 
 
-def expected(text: str) -> tuple[float, float]:
-    """Return a loss that was typed, and by how much another may differ and still be rounded to the same digits.
-
-    Raises:
-        ConfigError: it is not a number.
-    """
-    try:
-        number = Decimal(text)
-    except InvalidOperation:
-        number = Decimal("NaN")
-    if not number.is_finite():
-        raise ConfigError(f"--expect {text} is not a number, such as 1.5612.")
-    return float(number), 0.5 * 10.0 ** int(number.as_tuple().exponent)
-
-
 def judge(history: History, step: ReplayedStep, options: argparse.Namespace) -> int:
-    """Compare a step with what was expected, and print both."""
-    from hftune.replay.tolerance import TOLERANCE, difference
+    """Compare a step with the ledger, and print both."""
+    from hftune.replay.tolerance import difference
 
-    tolerance = TOLERANCE if options.tolerance is None else options.tolerance
-    line, remark = history.ledger.steps.get(options.step, {}), ""
-    if options.expect is not None:
-        source, (value, half_a_digit) = "expected", expected(options.expect)
-        allowed = tolerance * abs(value)
-        is_good = abs(step.loss - value) <= (allowed if options.tolerance is not None else max(allowed, half_a_digit))
-    else:
-        source, value, found = "in its ledger", line["loss"], difference(step, line)
-        is_good = found.same_samples and found.largest <= tolerance
-        if not found.same_samples:
-            remark = ", of other samples"
-        elif found.loss <= tolerance < found.grad_norm:
-            remark = f", gradient norm {step.grad_norm!r} and {line['grad_norm']!r}"
-    verdict = "good" if is_good else "bad"
-    print(
-        f"{verdict}: step {options.step} of {options.run_folder} has loss {step.loss!r}, {source} {value!r}{remark}", flush=True
-    )
+    line, remark = history.ledger.steps[options.step], ""
+    found = difference(step, line)
+    is_good = found.same_samples and found.largest <= options.tolerance
+    if not found.same_samples:
+        remark = ", of other samples"
+    elif found.loss <= options.tolerance < found.grad_norm:
+        remark = f", gradient norm {step.grad_norm!r} and {line['grad_norm']!r}"
+    verdict, run = "good" if is_good else "bad", options.run_folder
+    print(f"{verdict}: step {step.step} of {run} has loss {step.loss!r}, in its ledger {line['loss']!r}{remark}", flush=True)
     return GOOD if is_good else BAD
