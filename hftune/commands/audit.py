@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hftune.replay.audit import Audit
 
-SHOWN = 8
-"""Changed keys, or steps that were left out, to list; of more, their number."""
+MAX_SHOWN = 8
+"""How many changed keys or skipped steps to list; the others are counted."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     if result.repeated:
         print(f"  not counted: {counted(result.repeated, 'step')} that a resume took back")
     if result.skipped:
-        print(f"  left out: {counted(len(result.skipped), 'step')} ({some(map(str, result.skipped))})")
+        print(f"  skipped: {counted(len(result.skipped), 'step')} ({some(map(str, result.skipped))})")
     for problem in result.problems:
         print(f"  {problem}")
     if result.problems:
@@ -66,7 +66,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def some(words: Iterable[str]) -> str:
     """Join words by commas; of many, the first, and how many more there are."""
     remaining = iter(words)
-    first, rest = [*islice(remaining, SHOWN)], sum(1 for _ in remaining)
+    first, rest = [*islice(remaining, MAX_SHOWN)], sum(1 for _ in remaining)
     return f"{', '.join(first)}{f' and {rest} more' if rest else ''}"
 
 

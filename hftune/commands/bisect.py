@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     from hftune.replay.key_search import search_for
 
     try:
-        result = search_for(options, print_nothing if options.json else print_now).run()
+        result = search_for(options, (lambda line: None) if options.json else print_now).run()
     except (TrainingError, KeyboardInterrupt) as error:
         from hftune.run import fail
 
@@ -49,7 +49,3 @@ def run(options: argparse.Namespace) -> int:
 
 def print_now(line: str) -> None:
     print(line, flush=True)
-
-
-def print_nothing(line: str) -> None:
-    """Take the place of ``print_now`` where the result is printed alone."""

@@ -21,12 +21,12 @@ class Audit:
 
     steps: int = 0
     whole_epochs: int = 0
-    """Epochs in which every sample was used exactly once; of a mixture, in which as many samples of each data set were used as
-    its weight says, all of its samples equally often since the start, give or take one."""
+    """Epochs in which every sample was used exactly once. Of a mixture: in which the number of samples of each data set follows
+    its weight, and the use counts of any two of its samples since the start differ by at most one."""
     samples: int = 0
     """Samples used, each as often as it was."""
     skipped: list[int] = field(default_factory=list)
-    """Steps that were left out; their epochs are not whole."""
+    """Skipped steps; their epochs are not whole."""
     starts: list[dict[str, Any]] = field(default_factory=list)
     """Where training started and resumed: after_step, world_size, micro_batch_size, micro_batch_tokens."""
     repeated: int = 0

@@ -6,11 +6,9 @@ What is written here is how to get to a step; how a step is computed is in the s
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +55,6 @@ class ReplayedStep:
     digest: str
     samples: np.ndarray
     """Numbers of the rows in the training data, in the order of the step's micro-batches."""
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -174,7 +171,7 @@ class Replayer:
         self._go_to(find)
 
     def advance(self, last: int, look: Look | None = None) -> Iterator[ReplayedStep]:
-        """Compute the steps up to ``last``, one each time the iterator is asked for the next. Those left out are not yielded.
+        """Compute the steps up to ``last``, one each time the iterator is asked for the next. Skipped ones are not yielded.
 
         Args:
             look: called on every process in each step, once the gradient is there and clipped and before the optimizer's step.
@@ -195,11 +192,13 @@ class Replayer:
                 continue
             if isinstance(self.strategy, LeavingOut):  # before the samples are loaded, and their items counted
                 self.strategy.left_out = self.change.without if self.step + 1 >= self.change.from_step else frozenset()
-            order, workers, count = self.plan.epoch(epoch), self.recipe.train.num_workers, self._at_once(last)
+            order, workers = self.plan.epoch(epoch), self.recipe.train.num_workers
             steps = (order[index] for index in range(place, len(order)))
             with closing(self.strategy.batches(self._augmented, steps, workers, epoch)) as batches:
-                for batch in islice(batches, count):
+                for batch in batches:
                     yield self._compute(batch, look)
+                    if self.step >= last or not self._continues(self.step + 1):
+                        break
 
     def batch_of(self, step: int) -> StepBatch:
         """Return this process's part of any step, loaded, without computing anything. Not collective."""
@@ -210,10 +209,11 @@ class Replayer:
         batch.counts = strategy.counts(batch)
         return batch
 
-    def weights(self) -> dict[str, Tensor] | None:
-        """Return copies of the present weights on the main process, on the CPU, named as in checkpoints; None elsewhere."""
+    def weights(self) -> dict[str, dict[str, Tensor]]:
+        """Return copies of the present weights, and of their averages, as in checkpoints; none but on the main process."""
         saved = self.strategy.state()
-        return None if saved is None else {name: value.clone() for name, value in saved[0]["model"].items()}
+        groups = {} if saved is None else {group: tensors for group, tensors in saved[0].items() if group != "optimizer"}
+        return {group: {name: value.clone() for name, value in tensors.items()} for group, tensors in groups.items()}
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint of the present step into a folder beside the run, from which later replays may start."""
@@ -346,18 +346,12 @@ class Replayer:
     def _skips(self, step: int) -> bool:
         return step in self.change.skip or step in (getattr(self.recipe.train, "skip", None) or ())
 
-    def _at_once(self, last: int) -> int:
-        """Return how many steps from here on come from one pass over the data, under the same terms."""
-        rest = self.plan.num_steps - self.step % self.plan.num_steps
-        following = range(self.step + 2, min(last, self.step + rest) + 1)
-        return 1 + sum(1 for _ in takewhile(self._continues, following))
-
     def _continues(self, step: int) -> bool:
-        """Say whether a step can be computed right after the one before it, from the same pass."""
+        """Say whether a step can be computed right after the one before it, from the same pass over the data."""
         return step != self.change.from_step and self._terms_of(step) == self._terms and not self._skips(step)
 
     def _compute(self, batch: StepBatch, look: Look | None) -> ReplayedStep:
-        began, strategy, config, index = time.monotonic(), self.strategy, self.recipe.train, self.step
+        strategy, config, index = self.strategy, self.recipe.train, self.step
         strategy.progress.stage(f"step {index + 1}")
         lr = lr_at(index, self.parts.num_steps, config, self.plan.num_steps)
         strategy.forward_backward(batch, self.recipe.seed, index)
@@ -378,7 +372,6 @@ class Replayer:
             report.num_samples,
             report.digest,
             np.concatenate([micro_batch.samples for micro_batch in batch.plan]),
-            time.monotonic() - began,
         )
 
     def _end_workers(self) -> None:

@@ -35,7 +35,9 @@ MAX_OUTLIERS = 5
 
 
 class Inspection:
-    """Looks into steps while they are replayed: hand ``look`` to ``Replayer.advance``, on all processes.
+    """Looks into steps while they are replayed, and says what was found.
+
+    Hand ``look`` to ``Replayer.advance``, on all processes; ``finish``, and then show it on the main one.
 
     Args:
         history: of the run.
@@ -55,6 +57,7 @@ class Inspection:
         """Of its batch under its own dropout, by the step after which the weights were those; its own loss is the last."""
         self.records: dict[int, list[SampleRecord]] = {}
         """Of each step that was looked into; on the main process."""
+        self.verdict: Verdict | None = None
         self._loaded: tuple[BatchPlan, StepBatch] | None = None
 
     def look(self, replayer: Replayer, batch: StepBatch, report: StepReport) -> None:
@@ -74,40 +77,14 @@ class Inspection:
             if records is not None:
                 self.records[replayer.step] = records
 
-    def findings(self, replayer: Replayer) -> Findings:
-        """Return what was found. Main process only."""
-        ranked = [(step, record) for step, records in self.records.items() for record in records]
-        ranked.sort(key=lambda pair: (not math.isnan(pair[1].loss), -pair[1].loss))  # what is not a number comes first
+    def finish(self, replayer: Replayer) -> None:
+        """Rank the samples and judge the suspect, before anything is shown. Main process only."""
+        self.task, self.dataset = replayer.task, replayer.datasets["train"]
+        self.ranked = [(step, record) for step, records in self.records.items() for record in records]
+        self.ranked.sort(key=lambda pair: (not math.isnan(pair[1].loss), -pair[1].loss))  # what is not a number comes first
+        self.shown = self.ranked[: self.worst]
         has_verdict = self.why or len(self.losses) > 1
-        verdict = judge_spike(self.suspect, self.losses, self.usual) if has_verdict else None
-        return Findings(replayer.task, replayer.datasets["train"], ranked, self.worst, self.suspect, self.losses, verdict)
-
-
-class Findings:
-    """What an inspection found, for a person, for a file and for programs.
-
-    Args:
-        task: of the run.
-        dataset: its training split, not augmented.
-        ranked: step and record of each sample that was looked at, the greatest loss first.
-        worst: how many of them to show.
-        suspect: the step that the verdict is about.
-        losses: of its batch, by the step after which the weights were those.
-        verdict: None if nobody has asked for it.
-    """
-
-    def __init__(
-        self,
-        task: Task,
-        dataset: Any,
-        ranked: Sequence[tuple[int, SampleRecord]],
-        worst: int,
-        suspect: int,
-        losses: Mapping[int, float],
-        verdict: Verdict | None,
-    ):
-        self.task, self.dataset, self.suspect, self.losses, self.verdict = task, dataset, suspect, losses, verdict
-        self.ranked, self.shown = ranked, ranked[:worst]
+        self.verdict = judge_spike(self.suspect, self.losses, self.usual) if has_verdict else None
 
     @cached_property
     def outliers(self) -> Mapping[int, Outlyingness]:
@@ -177,7 +154,7 @@ class Findings:
         rest = f", and {len(found) - MAX_OUTLIERS} more in {SAMPLES}" if len(found) > MAX_OUTLIERS else ""
         return [f"Outliers in this step: {named}{rest}."]
 
-    def why(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Return the verdict, for replay.json."""
         if self.verdict is None:
             return {}

@@ -10,7 +10,7 @@ from typing import Any
 from hftune.atomic import write_lines, write_text
 from hftune.replay.engine import ReplayedStep, Replayer
 from hftune.replay.environment import environment_differences
-from hftune.replay.inspection import Findings, Inspection
+from hftune.replay.inspection import Inspection
 from hftune.replay.job import Job
 from hftune.replay.samples import holds_whole_model
 from hftune.replay.tolerance import StepDifference, difference
@@ -38,7 +38,7 @@ class Outcome:
     differences: list[tuple[str, str]] = field(default_factory=list)
     """What is not as it was: the kind, such as code, and what of it. On the main process."""
     seconds: float = 0.0
-    findings: Findings | None = None
+    inspection: Inspection | None = None
     """Of the samples; on the main process."""
 
     @property
@@ -79,7 +79,9 @@ def replay(job: Job) -> bool:
                 replayer.save((job.output if job.change else job.history.aside) / "checkpoints")
         outcome.notices, outcome.seconds = replayer.notices, time.monotonic() - began
         if replayer.strategy.is_main:
-            outcome.findings = None if inspection is None else inspection.findings(replayer)
+            if inspection is not None:
+                inspection.finish(replayer)
+                outcome.inspection = inspection
             outcome.differences = [(found.kind, found.text) for found in environment_differences(replayer)]
             write(outcome)
             report(outcome)
@@ -113,8 +115,8 @@ def write(outcome: Outcome) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "replay.json", strict_json(summary(outcome), indent=2) + "\n")
     write_lines(folder / "steps.jsonl", (strict_json(row) + "\n" for row in rows_of(outcome)))
-    if outcome.findings is not None:
-        outcome.findings.write(folder)
+    if outcome.inspection is not None:
+        outcome.inspection.write(folder)
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:
@@ -138,7 +140,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "notices": outcome.notices,
         "seconds": round(outcome.seconds, 3),
         "folder": str(job.output),
-        **({} if outcome.findings is None else outcome.findings.why()),
+        **({} if outcome.inspection is None else outcome.inspection.summary()),
     }
 
 
@@ -156,9 +158,9 @@ def rows_of(outcome: Outcome) -> list[dict[str, Any]]:
 
 def report(outcome: Outcome) -> None:
     """Print what was found, as sentences and a table, or as JSON. Main process only."""
-    job, findings = outcome.job, outcome.findings
+    job, inspection = outcome.job, outcome.inspection
     if job.as_json:
-        samples = {} if findings is None else {"samples": findings.rows()}
+        samples = {} if inspection is None else {"samples": inspection.rows()}
         print(strict_json({**summary(outcome), "steps": rows_of(outcome), **samples}), flush=True)
         return
     for text in outcome.notices:
@@ -178,9 +180,9 @@ def report(outcome: Outcome) -> None:
     shown = {step.step: step for step in outcome.steps if step.step >= job.first}
     if job.change or len(shown) > 1:
         print(*table(outcome, shown), sep="\n")
-    if findings is not None:
-        print(*findings.lines(printed_width()), sep="\n")
-        if suspects := findings.to_leave_out:
+    if inspection is not None:
+        print(*inspection.lines(printed_width()), sep="\n")
+        if suspects := inspection.to_leave_out:
             end = max(job.last, min(max(outcome.lines), job.last + NEXT))
             print(f"Try: hftune replay {job.history.folder} --steps {job.first}:{end} --without {','.join(map(str, suspects))}")
     print(f"All numbers: {job.output}", flush=True)

@@ -100,9 +100,8 @@ class Verification:
 
     def check_data(self) -> Check:
         """Compare the rows of the training data, as they are here, with the hashes that the run noted."""
-        return self.replayer.strategy.on_main(self._data)
-
-    def _data(self) -> Check:
+        if not self.replayer.strategy.is_main:
+            return Check("data")
         noted = read_rows(self.history.folder)
         found = None if noted is None else row_hashes(self.replayer.datasets["train"])
         start = self.receipt.starts[0]
@@ -187,7 +186,7 @@ class Verification:
             self.replayer.load(segment.start)
         except ConfigError as error:  # its tensors are those of the receipt, but not its manifest
             return Check(segment.title, problems=[str(error).rstrip(".")])
-        before = self._copied_weights()
+        before = self.replayer.weights()
         is_as_noted = segment.start > 0 or self._begins_as_noted(before)
         furthest, wrong = self._replay_steps(segment)
         saved = self.replayer.strategy.state()
@@ -246,12 +245,6 @@ class Verification:
         names = sorted((claimed.keys() | values.keys()) - {"scaler"})
         different = [name for name in names if not is_near(claimed.get(name), values.get(name))]
         return [f"checkpoint {step} states another {name} than its steps lead to" for name in different]
-
-    def _copied_weights(self) -> dict[str, dict[str, Tensor]]:
-        """Return copies of the present weights, and of their moving averages, on the main process; nothing elsewhere."""
-        saved = self.replayer.strategy.state()
-        groups = {} if saved is None else {group: tensors for group, tensors in saved[0].items() if group != "optimizer"}
-        return {group: {name: value.clone() for name, value in tensors.items()} for group, tensors in groups.items()}
 
     def _begins_as_noted(self, weights: Groups) -> bool:
         """Say whether the first weights are those of the run, to the bit. Other CPU kernels may draw other last bits."""

@@ -254,6 +254,6 @@ def test_gradient_norm_that_overflowed_in_fp16_is_null_in_the_ledger_and_equals_
     from hftune.replay.tolerance import difference
 
     line = {**RESULTS, "step": 3, "grad_norm": None}
-    step = ReplayedStep(3, 0, 2, 1.0, math.inf, 0.1, 8.0, 8, "x", np.arange(8), 0.1)
+    step = ReplayedStep(3, 0, 2, 1.0, math.inf, 0.1, 8.0, 8, "x", np.arange(8))
     assert difference(step, line).is_bit_equal
     assert not difference(replace(step, grad_norm=2.0), line).is_equal

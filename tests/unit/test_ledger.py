@@ -233,7 +233,7 @@ def test_steps_left_out_are_listed_and_their_epochs_are_not_whole(tmp_path, caps
     assert (found.problems, found.skipped, found.steps, found.whole_epochs, found.samples) == ([], [5], 6, 1, 16)
     assert audit_command.run(type("Options", (), {"folder": str(tmp_path)})) == 0
     assert capsys.readouterr().out.splitlines()[2:4] == [
-        "  left out: 1 step (5)",
+        "  skipped: 1 step (5)",
         "Every other step used the samples of its plan.",
     ]
 

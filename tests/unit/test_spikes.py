@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hftune.replay.history import History
-from hftune.replay.inspection import Findings, Inspection, answer_of, text_of
+from hftune.replay.inspection import Inspection, answer_of, text_of
 from hftune.replay.outliers import find_outliers
 from hftune.replay.samples import SampleRecord
 from hftune.replay.spikes import Usual, judge_spike, losses_of, suspect_of, usual_loss
@@ -130,7 +130,7 @@ class Reviews(Task):
         raise NotImplementedError
 
 
-def findings(losses: dict[int, list[float]], worst: int) -> Findings:
+def inspected(losses: dict[int, list[float]], worst: int) -> Inspection:
     """Of samples numbered through all steps, with a picture each."""
     rows = [{"text": f"text {index} \N{CJK UNIFIED IDEOGRAPH-4E2D}" + " and on" * 30} for index in range(10)]
     steps = {step: {"step": step, "loss": math.fsum(values)} for step, values in losses.items()}
@@ -143,11 +143,12 @@ def findings(losses: dict[int, list[float]], worst: int) -> Findings:
             SampleRecord(next(numbers), 0, 1, value, share, 0.5, share, answer, picture) for value, share in pairs
         ]
     inspection.losses |= {6: 0.5, 7: 0.6}
-    return inspection.findings(SimpleNamespace(task=Reviews(), datasets={"train": rows}))
+    inspection.finish(SimpleNamespace(task=Reviews(), datasets={"train": rows}))
+    return inspection
 
 
 def test_the_worst_samples_are_lines_that_fit_the_terminal():
-    found = findings({7: [0.1, 0.1, 4.0, 0.1, 0.1], 8: [0.2, 3.0, 0.2, 0.2, 0.2]}, worst=2)
+    found = inspected({7: [0.1, 0.1, 4.0, 0.1, 0.1], 8: [0.2, 3.0, 0.2, 0.2, 0.2]}, worst=2)
     lines = found.lines(100)
     assert lines[0] == "   loss  of it  gradient  step  sample  label -> predicted  picture              text"
     assert lines[1].startswith("  4.000   91 %      91 %     7       2  1 star -> 5 stars   step_7_sample_2.png  text 2")
@@ -158,18 +159,18 @@ def test_the_worst_samples_are_lines_that_fit_the_terminal():
 
 
 def test_where_all_samples_share_the_loss_none_is_named():
-    found = findings({7: [1.0, 1.1, 0.9, 1.2]}, worst=2)
+    found = inspected({7: [1.0, 1.1, 0.9, 1.2]}, worst=2)
     assert "No sample stands out: the worst of the 4 of step 7 makes 29 % of its loss." in found.lines()
 
 
 def test_all_samples_go_into_a_file_and_the_pictures_of_the_worst_beside_it(tmp_path):
-    found = findings({7: [0.1, math.nan, 4.0]}, worst=1)
+    found = inspected({7: [0.1, math.nan, 4.0]}, worst=1)
     found.write(tmp_path / "new")
     rows = [json.loads(line) for line in (tmp_path / "new" / "samples.jsonl").read_text().splitlines()]
     assert [(row["sample"], row["loss"]) for row in rows] == [(1, None), (2, 4.0), (0, 0.1)]  # NaN is the worst
     assert rows[0]["picture"] == "pictures/step_7_sample_1.png" and (tmp_path / "new" / rows[0]["picture"]).is_file()
     assert (rows[0]["label"], rows[0]["prediction"], "picture" in rows[1]) == ("1 star", "5 stars", False)
-    assert found.why()["why"]["losses"] == {"6": 0.5, "7": 0.6}
+    assert found.summary()["why"]["losses"] == {"6": 0.5, "7": 0.6}
 
 
 def test_answers_are_named_as_the_task_names_them():
