@@ -5,20 +5,22 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
+
+from tests.support.warm import Fork
 
 TINY = (
     "task.model_config={model_type: bert, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 64, "
@@ -45,6 +47,7 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLI
 QUICK_JAVA = {"JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
 """Java for Spark's processes, which live for seconds here: they never gain what the second compiler and the collector's threads cost."""
 
+TIMEOUT_S = 540.0
 NATIVE_CRASHES = {-signal.SIGABRT, -signal.SIGSEGV}
 """One in some ten thousand forks died of glibc's "double free or corruption" in the midst of saving, which could not be repeated."""
 
@@ -138,7 +141,7 @@ def assert_resumed(folder: Path, jobs: list[str], stops: Collection[str]) -> Non
 
 
 class Group:
-    """Processes that tests/support/worker.py has started for these jobs. What they say goes into ``log``.
+    """Processes that do these jobs, each of them what tests/support/worker.py does. What they say goes into ``log``.
 
     One group at a time: whichever a failed test has left behind is killed.
 
@@ -147,6 +150,8 @@ class Group:
         variables: environment from the interpreter's start on, as libraries read it when they are imported.
         as_typed: each job is what ``python -m hftune.run`` does, down to its last words and its exit code.
     """
+
+    running: ClassVar[list[Group]] = []
 
     def __init__(
         self,
@@ -157,50 +162,58 @@ class Group:
         as_typed: bool = False,
         errors: Path | None = None,
     ):
-        self._worker = start_worker(tuple(sorted((variables or {}).items())))
+        python = warm_python(tuple(sorted((variables or {}).items())))
         variables = dict(variables or {})
         if world_size > 1:
-            from torch.distributed import (
-                TCPStore,
-            )  # only here, because xdist's controller imports this module and needs no torch
+            from torch.distributed import TCPStore  # not at the top: xdist's controller imports this module and needs no torch
 
             self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             variables |= group_variables(world_size, self.store.port)
-        request = {"world_size": world_size, "jobs": jobs, "environment": environment(**variables), "cwd": str(Path.cwd())}
+        while Group.running:
+            Group.running[0].kill()
+        Group.running.append(self)
         # Once a process has failed, the others end by themselves; or, as typed, a launcher would end them.
-        request |= {
-            "log": str(log),
-            "errors": str(errors or log),
-            "as_typed": as_typed,
-            "last_words_s": 1.0 if as_typed else 10.0,
-        }
-        assert self._worker.executable  # it has started
-        if (left := self._worker.group) is not None:
-            left.kill()
-        self._worker.group = self
-        self._worker.stdin.write(json.dumps(request).encode() + b"\n")
-        self.pids: list[int] = json.loads(self._worker.stdout.readline())
-        self._codes: list[int] | None = None
+        self._last_words_s = 1.0 if as_typed else 10.0
+        words = ["-m", "tests.support.worker", json.dumps({"jobs": jobs, "as_typed": as_typed})]
+        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {} for rank in range(world_size)]
+        self._forks = [Fork(python, words, environment(**variables, **rank), log, errors or log) for rank in ranks]
+
+    @property
+    def pids(self) -> list[int]:
+        return [fork.pid for fork in self._forks]
 
     def wait(self) -> list[int]:
-        """Wait for the end, and return the exit code of each process."""
-        if self._codes is None:
-            self._codes = json.loads(self._worker.stdout.readline())
-            self._worker.group = None
-        return self._codes
+        """Return the exit code of each process; where one fails or nobody comes to an end, the others are killed."""
+        until = time.monotonic() + TIMEOUT_S
+        while self.poll() is None:
+            left = [fork for fork in self._forks if fork.code is None]
+            if any(fork.code for fork in self._forks):
+                until = min(until, time.monotonic() + self._last_words_s)
+            if time.monotonic() > until:
+                kill_all(left)
+            left[0].poll(0.02)
+        return self.poll()
 
     def kill(self) -> None:
         """Kill what still runs, and wait for the end."""
-        for pid in self.pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all(self._forks)
         self.wait()
 
     def poll(self) -> list[int] | None:
         """Return the exit codes; None where there are none yet."""
-        if self._codes is None and not select.select([self._worker.stdout], [], [], 0)[0]:
+        codes = [fork.poll() for fork in self._forks]
+        if None in codes:
             return None
-        return self.wait()
+        if self in Group.running:
+            Group.running.remove(self)
+        return codes
+
+
+def kill_all(forks: Iterable[Fork]) -> None:
+    for fork in forks:
+        if fork.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(fork.pid, signal.SIGKILL)
 
 
 class Command(Group):
@@ -244,44 +257,28 @@ def group_variables(world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def warm_python() -> str:
+@cache
+def warm_python(variables: tuple[tuple[str, str], ...] = ()) -> str:
     """Return a program that does what sys.executable does, and has imported everything; commands are beside it.
 
     See tests/support/warm.py. Under xdist there is one for all of its processes, themselves forks of it: see tests/conftest.py.
-    """
-    return os.environ.get("TESTS_WARM_PYTHON") or start_worker().executable
-
-
-class Worker(subprocess.Popen):
-    """The interpreter that process groups are forks of.
 
     Args:
-        variables: environment from its start on.
+        variables: environment from the interpreter's start on.
     """
-
-    def __init__(self, variables: Mapping[str, str]):
-        shared = None if variables else os.environ.get("TESTS_WARM_PYTHON")
-        folder = [] if shared else [tempfile.mkdtemp(dir=os.environ["HF_DATASETS_CACHE"])]  # which tests/conftest.py removes
-        super().__init__(
-            [shared or sys.executable, "-m", "tests.support.worker", *folder],
-            cwd=Path(__file__).parents[2],
-            env=environment(TORCH_CPP_LOG_LEVEL="ERROR", **variables),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,  # what select does not see was not read either
-        )
-        self.group: Group | None = None
-        """The one that runs."""
-
-    @cached_property
-    def executable(self) -> str:
-        """The path of its warm ``python``, once it has imported everything."""
-        return self.stdout.readline().decode().strip()
+    shared = None if variables else os.environ.get("TESTS_WARM_PYTHON")
+    return shared or start_worker(variables).stdout.readline().decode().strip()
 
 
 @cache
-def start_worker(variables: tuple[tuple[str, str], ...] = ()) -> Worker:
-    """Start the one interpreter, of those with these variables, that process groups are forks of; it ends with the tests."""
-    worker = Worker(dict(variables))
+def start_worker(variables: tuple[tuple[str, str], ...] = ()) -> subprocess.Popen:
+    """Start the one interpreter with these variables that processes are forks of; it ends with the tests."""
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.worker", tempfile.mkdtemp(dir=os.environ["HF_DATASETS_CACHE"])],
+        cwd=Path(__file__).parents[2],
+        env=environment(TORCH_CPP_LOG_LEVEL="ERROR", **dict(variables)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     atexit.register(worker.communicate)
     return worker

@@ -3,7 +3,8 @@
 ``python()`` is the path of a small program to be started in the place of sys.executable. It hands its arguments, environment,
 folder and streams to a server, which is a fork of tests/support/worker.py and has imported everything; a fork of the server
 then is the interpreter, in the network namespace and under the host name of the one who asked. The small program passes
-signals on and ends as the interpreter does; where it is killed itself, the interpreter is killed, too.
+signals on and ends as the interpreter does; where it is killed itself, the interpreter is killed, too. ``Fork`` asks the server
+without that program, for processes of which a test itself is the launcher.
 
 So the launcher's own code runs, and processes, signals, sockets and exit codes are real. Three things are not: the imports,
 the parent's process id, and the seed of hashes. Tests of these start sys.executable; see also test_routes.py.
@@ -16,8 +17,8 @@ import ctypes
 import io
 import json
 import os
-import re
 import runpy
+import select
 import selectors
 import signal
 import socket
@@ -123,11 +124,6 @@ class Server:
             for pid in self._clients:
                 os.kill(pid, signal.SIGKILL)
 
-    def leave(self) -> None:
-        """In the process that has forked the one that serves: forget the server."""
-        self._selector.close()
-        self._listener.close()
-
     def _accept(self) -> None:
         client, _ = self._listener.accept()
         _, streams, *_ = socket.recv_fds(client, 1, 3)
@@ -168,6 +164,37 @@ class Server:
             client.sendall(f"{number}\n".encode())
 
 
+class Fork:
+    """A process that does what ``python WORDS`` does in this folder; both kinds of output are appended to files.
+
+    Args:
+        executable: the program of a server.
+    """
+
+    def __init__(self, executable: str, words: list[str], environment: dict[str, str], out: Path, err: Path):
+        self._link = socket.socket(socket.AF_UNIX)
+        self._link.connect(str(Path(executable).with_name("socket")))
+        streams = [
+            os.open(os.devnull, os.O_RDONLY),
+            *(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for path in (out, err)),
+        ]
+        asked = {"words": words, "environment": environment, "folder": str(Path.cwd()), "ignored": []}
+        socket.send_fds(self._link, [b"-"], streams)
+        self._link.sendall(json.dumps({**asked, "pid": os.getpid(), "leads": False}).encode() + b"\n")
+        self._answers = self._link.makefile()
+        self.pid = int(self._answers.readline())
+        self.code: int | None = None
+        for stream in streams:
+            os.close(stream)
+
+    def poll(self, timeout_s: float = 0.0) -> int | None:
+        """Return the exit code; None where there is none within the time."""
+        if self.code is None and select.select([self._link], [], [], timeout_s)[0]:
+            self.code = int(self._answers.readline())
+            self._link.close()
+        return self.code
+
+
 def read_at_start(environment: Any) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
 
@@ -188,7 +215,6 @@ def become(
         os.setsid() if leads else os.setpgid(0, 0)
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
-        enter_control_group(pid)
         enter_namespaces(pid)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         os.chdir(folder)
@@ -215,13 +241,6 @@ def enter_namespaces(pid: int) -> None:
             with theirs.open() as file:
                 if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), flag):
                     raise OSError(ctypes.get_errno(), f"setns {name}")
-
-
-def enter_control_group(pid: int) -> None:
-    """Be counted where another process is: see tests/support/cpu_seconds.py."""
-    path = re.search(r"^\d+:[^:]*\bcpuacct\b[^:]*:/(.+)$", Path(f"/proc/{pid}/cgroup").read_text(), re.MULTILINE)
-    if path is not None and path[1].startswith("hftune-tests-"):
-        Path("/sys/fs/cgroup/cpuacct", path[1], "cgroup.procs").write_text(str(os.getpid()))
 
 
 def open_streams() -> None:

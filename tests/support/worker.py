@@ -1,4 +1,4 @@
-"""Starts process groups that train several recipes one after the other, as forks of one interpreter that has imported everything.
+"""The interpreter that has imported everything and serves forks; and what each process of a group does, such a fork.
 
 Starting interpreters and importing costs far more than the small runs. The processes are like those of torchrun: real ones, with
 its variables and an agent's store (which tests/support/runs.py keeps). What torchrun and accelerate launch themselves do is
@@ -15,11 +15,10 @@ import runpy
 import signal
 import sys
 import tempfile
-import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,10 +35,9 @@ from hftune.distributed import consistency, devices, garbage
 from hftune.strategies.base import Strategy
 from hftune.strategies.fully_sharded import ShardedWeights
 from tests.support.tasks import few_digits, few_pictures, few_reviews
-from tests.support.warm import Server, be
+from tests.support.warm import Server
 
 SUPPORT = Path(__file__).parent
-TIMEOUT_S = 540.0
 IMPORTED = (
     *("hftune.training", "hftune.tasks", "hftune.models.bigbird", "hftune.models.unet", "hftune.metrics.restoration"),
     *("tests.support.tasks", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "sklearn.metrics"),
@@ -78,11 +76,10 @@ DEMOS = ("articles", "digits", "pictures", "reviews", "shapes")
 COMMANDS = ("hftune.run", "hftune.cli", "hftune.doctor")
 
 
-def main() -> None:
-    """Start a group for each line of the input; answer with its process ids, and at its end with their exit codes.
+def main(folder: Path) -> None:
+    """Import everything, and serve forks until the standard input is closed: see tests/support/warm.py.
 
-    The first line of the output is the path of a warm ``python``, see tests/support/warm.py; of the one that started this one, if
-    one did.
+    The output is the path of the program that asks for a fork.
     """
     tempfile.tempdir = os.environ["HF_DATASETS_CACHE"]  # for wandb's folder, which tests/conftest.py removes with this one
     Path(tempfile.tempdir).mkdir(parents=True, exist_ok=True)
@@ -106,16 +103,9 @@ def main() -> None:
         for name, part in product(DEMOS, ("train", "eval")):
             data_rows._from_function(f"hftune.data.demo:{name}", part)
     gc.freeze()  # a collection in a child would copy what all share
-    print(start_server(Path(sys.argv[1])) if sys.argv[1:] else sys.executable, flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        children: dict[int, int] = {}
-        for rank in range(request["world_size"]):
-            if (child := os.fork()) == 0:
-                be(partial(work, rank, **request))
-            children[child] = rank
-        print(json.dumps(list(children)), flush=True)
-        print(json.dumps(wait(children, request["last_words_s"])), flush=True)
+    server = Server(folder, sys.stdin.fileno())
+    print(server.executable, flush=True)
+    server.serve()
 
 
 def hasten() -> None:
@@ -145,53 +135,9 @@ def hasten() -> None:
     garbage.gc = SimpleNamespace(**{**vars(gc), "get_freeze_count": lambda: 1})
 
 
-def start_server(folder: Path) -> Path:
-    """Start a server of forks, which ends with this process; return the program that asks it for one."""
-    theirs, ours = os.pipe()
-    server = Server(folder, theirs)
-    if os.fork() == 0:
-        os.close(ours)
-        for stream in (0, 1):
-            os.dup2(os.open(os.devnull, os.O_RDWR), stream)
-        server.serve()
-    server.leave()
-    os.close(theirs)
-    return server.executable
-
-
-def wait(children: dict[int, int], last_words_s: float) -> list[int]:
-    """Return the exit codes of process ids; where one fails or nobody comes to an end, the others are killed."""
-    codes, until = {}, time.monotonic() + TIMEOUT_S
-    while len(codes) < len(children):
-        child, status = os.waitpid(-1, os.WNOHANG)
-        if child in children:
-            codes[children[child]] = code = os.waitstatus_to_exitcode(status)
-            until = min(until, time.monotonic() + last_words_s) if code else until
-        elif time.monotonic() > until:
-            for other in children.keys() - {pid for pid, rank in children.items() if rank in codes}:
-                os.kill(other, signal.SIGKILL)
-        else:
-            time.sleep(0.01)
-    return [codes[rank] for rank in sorted(codes)]
-
-
-def work(
-    rank: int,
-    world_size: int,
-    jobs: list[Any],
-    environment: dict[str, str],
-    cwd: str,
-    log: str,
-    as_typed: bool,
-    errors: str = "",
-    **_: Any,
-) -> None:
+def work(jobs: list[Any], as_typed: bool) -> None:
     """Be one process of a group: train each job, or run it if it is a command or a script."""
-    appending = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    for stream, path, flags in ((0, os.devnull, os.O_RDONLY), (1, log, appending), (2, errors or log, appending)):
-        os.dup2(os.open(path, flags), stream)  # the worker's own input is not theirs
-    os.chdir(cwd)
-    before = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else environment
+    before = dict(os.environ)
     for source, overrides, stop, extra in jobs:
         os.environ.clear()  # accelerate writes there, too
         os.environ.update({**before, **extra})
@@ -277,4 +223,7 @@ def terminated_after(step: int, rank: int) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1].startswith("{"):
+        work(**json.loads(sys.argv[1]))
+    else:
+        main(Path(sys.argv[1]))
