@@ -51,7 +51,7 @@ def main() -> None:
         steps = options.steps + WARMUP_STEPS
         task = review_task(options, generated="hftune.data.demo:reviews")  # short texts: small steps show the overhead
         recipe = recipe_of(task, folder, epochs=1000, max_steps=steps, log_every=10, **sizes)
-        recipe.eval.every, recipe.checkpoint.every = steps, None
+        recipe.eval.every, recipe.checkpoint.every = steps, "epoch"
         bare_ms, hftune_ms = race(recipe)
     report(options, recipe, bare_ms, hftune_ms)
 
