@@ -185,7 +185,7 @@ def _add_column(hasher: _Hasher, name: str, column: pa.Array) -> None:
     if pa.types.is_null(kind) or len(column) == 0:
         return
     if _is_file(kind):
-        data = column.field("bytes")
+        data = pc.struct_field(column, "bytes")
         if data.null_count == 0:  # their path only tells where they were packed, if anything
             _add_column(hasher, name, data)
         else:
