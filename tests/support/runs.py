@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 from uuid import uuid4
@@ -257,7 +257,6 @@ def group_variables(world_size: int, port: int) -> dict[str, str]:
     }
 
 
-@cache
 def warm_python(variables: tuple[tuple[str, str], ...] = ()) -> str:
     """Return a program that does what sys.executable does, and has imported everything; commands are beside it.
 
@@ -267,13 +266,22 @@ def warm_python(variables: tuple[tuple[str, str], ...] = ()) -> str:
         variables: environment from the interpreter's start on.
     """
     shared = None if variables else os.environ.get("TESTS_WARM_PYTHON")
-    return shared or start_worker(variables).stdout.readline().decode().strip()
+    return shared or start_worker(variables).executable
+
+
+class Worker(subprocess.Popen):
+    """The interpreter that processes are forks of."""
+
+    @cached_property
+    def executable(self) -> str:
+        """Its program, once it has imported everything."""
+        return self.stdout.readline().decode().strip()
 
 
 @cache
-def start_worker(variables: tuple[tuple[str, str], ...] = ()) -> subprocess.Popen:
-    """Start the one interpreter with these variables that processes are forks of; it ends with the tests."""
-    worker = subprocess.Popen(
+def start_worker(variables: tuple[tuple[str, str], ...]) -> Worker:
+    """Start the one interpreter with these variables; it ends with the tests."""
+    worker = Worker(
         [sys.executable, "-m", "tests.support.worker", tempfile.mkdtemp(dir=os.environ["HF_DATASETS_CACHE"])],
         cwd=Path(__file__).parents[2],
         env=environment(TORCH_CPP_LOG_LEVEL="ERROR", **dict(variables)),
