@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from hftune.errors import DataError
 
 if TYPE_CHECKING:
+    import datasets
     import numpy as np
 
 PREFIXES = {"train": "train", "test": "t10k"}
@@ -29,6 +30,21 @@ def find(folder: Path, split: str, kind: str) -> Path | None:
     spellings = (name, name.replace("-idx", ".idx"))  # some copies have a dot instead
     paths = [folder / f"{spelling}{ending}" for spelling in spellings for ending in ("", ".gz")]
     return next((path for path in paths if path.is_file()), None)
+
+
+def load(folder: Path, split: str) -> datasets.Dataset:
+    """Return the rows of a split: image, in the PGM format, whose pixels are those of the file, and label.
+
+    Raises:
+        DataError: see ``read_split``.
+    """
+    import datasets
+
+    images_NHW, labels_N = read_split(folder, split)
+    header = b"P5 %d %d 255\n" % (images_NHW.shape[2], images_NHW.shape[1])
+    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    images = [{"bytes": header + image_HW.tobytes(), "path": None} for image_HW in images_NHW]
+    return datasets.Dataset.from_dict({"image": images, "label": labels_N.tolist()}, kinds)
 
 
 def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:

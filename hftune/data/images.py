@@ -199,25 +199,6 @@ def _joined(arrays: Sequence[np.ndarray], shapes_N3: np.ndarray) -> np.ndarray:
     return np.concatenate([array.reshape(-1) for array in arrays])
 
 
-def convert_images(images_NHW: np.ndarray, names: Callable[[int], str], form: Form) -> Images:
-    """Bring grey images in memory, all of one size, into a form, as ``decode_images`` does."""
-    if (*images_NHW.shape[1:], 1) == form.shape:
-        return Images(images_NHW[..., None], range(len(images_NHW)))
-
-    def converted(index: int) -> np.ndarray:
-        return form.pixels(Image.fromarray(images_NHW[index]), names(index))
-
-    def chunks() -> Iterator[np.ndarray]:
-        for start in range(0, len(images_NHW), CHUNK):
-            yield np.stack([converted(index) for index in range(start, min(start + CHUNK, len(images_NHW)))])
-
-    shape = (len(images_NHW), *converted(0).shape)
-    depends_on = ["converted pixels", images_NHW, form.key, PIL.__version__]
-    return Images(
-        cached_arrays(depends_on, lambda: {"pixels": Stream(np.uint8, shape, chunks())})["pixels"], range(len(images_NHW))
-    )
-
-
 def states_of_files(rows: datasets.Dataset) -> list[tuple[int, int] | None]:
     """Return size and time of change of each file that the rows name, None if it is missing; not of images in the rows."""
 

@@ -22,6 +22,7 @@ from huggingface_hub import is_offline_mode
 from huggingface_hub.utils import httpx
 
 from hftune.config.importing import import_named
+from hftune.data import idx
 from hftune.data.cache import cached_value
 from hftune.data.digest import content_digest
 from hftune.data.files import FILE_FORMATS, INSTEAD, NO_EVAL_DATA, NOT_UTF8, SURPLUS, file_format, local_files
@@ -51,13 +52,14 @@ def load_split(
     """Load the rows of one split ("train", "eval" or "test") of a data set.
 
     Args:
-        dataset: a name on the Hub, with its ``commit``; imagefolder, with ``data_dir``; a folder; or ``module:function``,
+        dataset: a name on the Hub, with its ``commit``; imagefolder or idx, with ``data_dir``; a folder; or
+            ``module:function``,
             which is called with ``split`` and returns rows as dictionaries. With data_files, one of FILE_FORMATS; with any
             other value, the suffixes of the files tell their format.
         source_split: name of the split on the Hub or in the folder, such as "train", "test" or "train[:10%]".
         split: what it is used for: "train", "eval" or "test".
         data_files: {"train": path, "eval": path}, used instead of ``dataset``.
-        data_dir: folder of imagefolder, or folder of the Hub repository to read instead of the whole repository.
+        data_dir: folder of imagefolder or idx, or folder of the Hub repository to read instead of the whole repository.
         instead: keys to set if the Hub cannot be reached.
         config: configuration of a data set on the Hub that has several, such as "wikitext-2-v1".
 
@@ -69,6 +71,8 @@ def load_split(
             rows = _from_files(dataset, data_files[split], split)
         elif ":" in dataset:
             rows = _from_function(dataset, split)
+        elif dataset == "idx":
+            rows = idx.load(Path(data_dir or "").expanduser(), source_split)
         elif commit is not None:
             rows = _from_hub(dataset, commit, source_split, config, data_dir, instead)
         elif data_dir:

@@ -22,7 +22,6 @@ from hftune.tasks.problems import SingleLabel
 
 if TYPE_CHECKING:
     import numpy as np
-    from datasets import Dataset
     from torch import Tensor, nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -210,44 +209,6 @@ class ImageClassification(ImageTask):
         return self._preparation.std if self._is_of_transformers else self.std or MNIST_STD
 
     @property
-    def _is_idx(self) -> bool:
-        return self.dataset == "idx"
-
-    def load_source(self, split: str, source_split: str) -> Dataset:
-        if not self._is_idx:
-            return super().load_source(split, source_split)
-        from datasets import Dataset
-
-        from hftune.data import idx
-
-        folder = Path(str(self.data_dir)).expanduser()
-        images_NHW, labels_N = idx.read_split(folder, source_split)
-        self._idx[split] = images_NHW, idx.find(folder, source_split, "images")
-        return Dataset.from_dict({"label": labels_N.tolist()})
-
-    @cached_property
-    def _idx(self) -> dict[str, tuple[np.ndarray, Path | None]]:
-        """The images (N, H, W) of idx files, with their file, by the split that they were read for."""
-        return {}
-
-    def find_columns(self, rows: Dataset) -> dict[str, str]:
-        return {} if self._is_idx else super().find_columns(rows)
-
-    @property
-    def _label(self) -> str:
-        """Column of the labels."""
-        return self.read_columns.get("label_column", "label")
-
-    def stratify_by(self, rows: Dataset) -> str | None:
-        return "label" if self._is_idx else super().stratify_by(rows)
-
-    def check_rows(self, rows: Mapping[str, Dataset]) -> None:
-        from hftune.data.columns import check_kind
-
-        for split in () if self._is_idx else rows:
-            check_kind(rows[split], self.read_columns["image_column"], split, "image")
-
-    @property
     def _training_form(self) -> Form:
         """Form of the training images before augmentation: uncropped, if crops are cut from images of several sizes."""
         from hftune.data.images import SPARE, Uncropped
@@ -267,7 +228,7 @@ class ImageClassification(ImageTask):
             return None
         rows = self.rows["eval"]
         numbers = sorted(row for own in (self.rows["train"], rows) for row in row_numbers(own, range(len(own))))
-        labels = rows.data.column(self._label).to_pylist()
+        labels = rows.data.column(self.read_columns["label_column"]).to_pylist()
         return content_digest([(row, str(labels[row])) for row in numbers])
 
     @cached_property
@@ -278,14 +239,16 @@ class ImageClassification(ImageTask):
             elsewhere = [label for split, labels in self._raw_labels.items() if split != "train" for label in labels]
             return class_names(self._raw_labels["train"], "train", self.row_of("train"), elsewhere=elsewhere)
 
-        return Classes.of(self.label_names, names_of(self.rows["train"].features[self._label]), find)
+        feature = self.rows["train"].features[self.read_columns["label_column"]]
+        return Classes.of(self.label_names, names_of(feature), find)
 
     @cached_property
     def _raw_labels(self) -> dict[str, list[Any]]:
         """The labels of each split as they are in the data."""
         from hftune.data.labels import read_labels
 
-        return {split: read_labels(rows, self._label, split, self.row_of(split)) for split, rows in self.rows.items()}
+        column = self.read_columns["label_column"]
+        return {split: read_labels(rows, column, split, self.row_of(split)) for split, rows in self.rows.items()}
 
     @property
     def labels(self) -> Sequence[str]:  # type: ignore[override]  # known only with the data
@@ -298,25 +261,16 @@ class ImageClassification(ImageTask):
 
     @cached_property
     def _images(self) -> dict[str, Images | SeveralSizes]:
-        from hftune.data.images import check_learnt
+        from hftune.data.images import check_learnt, decode_images
 
         _ = self._form  # refuses a model that does not classify images before the data are read
         rows = self.rows
         numbers = {split: self._classes.numbers(own, split, self.row_of(split)) for split, own in self._raw_labels.items()}
         if not self.label_names and (self.max_train_samples is None or len(rows["train"]) == rows["train"].data.num_rows):
             check_learnt(numbers, self.labels, self.row_of)
-        return {split: replace(self._decoded(split), labels=numbers[split]) for split in rows}
-
-    def _decoded(self, split: str) -> Images | SeveralSizes:
-        from hftune.data.images import convert_images, decode_images
-        from hftune.data.rows import row_numbers
-
-        rows, form = self.rows[split], self._training_form if split == "train" else self._form
-        if not self._is_idx:
-            return decode_images(rows, self.read_columns["image_column"], split, form)
-        kept = row_numbers(rows, range(len(rows)))
-        images_NHW, file = self._idx[split if split in self._idx else "train"]
-        return convert_images(images_NHW[kept], lambda index: f"{file}: image {kept[index]}", form)
+        forms, column = {"train": self._training_form}, self.read_columns["image_column"]
+        decoded = {split: decode_images(own, column, split, forms.get(split, self._form)) for split, own in rows.items()}
+        return {split: replace(images, labels=numbers[split]) for split, images in decoded.items()}
 
     def build_model(self) -> nn.Module:
         from hftune.models.convnet import ConvNet
@@ -366,17 +320,11 @@ class ImageClassification(ImageTask):
             return messages
         return [*messages, *notices.shared(pixels, "images")]
 
-    def row_notices(self) -> list[str]:
-        messages = super().row_notices()  # the columns of imagefolder have the same names in all folders
-        return [line for line in messages if "chosen from the columns" not in line or self.dataset != "imagefolder"]
-
     def _shared_files(self) -> list[str]:
         from datasets import Image
 
         from hftune.data import notices
 
-        if self._is_idx:
-            return []
         column = self.read_columns["image_column"]
         encoded = {split: rows.cast_column(column, Image(decode=False))[column] for split, rows in self.rows.items()}
         return notices.shared_files(encoded)

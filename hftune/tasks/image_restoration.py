@@ -92,13 +92,6 @@ class ImageRestoration(ImageTask):
         columns = [column for name in self.columns if (column := getattr(self, f"{name}_column")) is not None]
         return load_folder(Path(str(self.data_dir)).expanduser() / source_split, f"task.data_dir={self.data_dir}", columns)
 
-    def check_rows(self, rows: Mapping[str, Dataset]) -> None:
-        from hftune.data.columns import check_kind
-
-        for split, own in rows.items():
-            for column in self.read_columns.values():
-                check_kind(own, column, split, "image")
-
     def datasets(self) -> dict[str, DamagedImages]:
         """Return the splits; see ``DamagedImages`` for a sample."""
         from datasets import Image

@@ -6,7 +6,7 @@ torch, datasets and Pillow are imported inside the methods, so that mistyped rec
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,6 +17,7 @@ from hftune.tasks.dataset import DatasetTask
 
 if TYPE_CHECKING:
     import numpy as np
+    from datasets import Dataset
     from torch import Tensor
 
 CONFIG = "config.json"
@@ -67,6 +68,20 @@ class ImageTask(DatasetTask):
         splits = {f"task.{name}": value for name in self.folder_keys if (value := getattr(self, name)) is not None}
         if self.data_dir is not None or not self.data_files:
             yield from image_folder_problems(dataset, self.data_dir, splits)
+
+    def check_rows(self, rows: Mapping[str, Dataset]) -> None:
+        from hftune.data.columns import check_kind
+
+        for split, own in rows.items():
+            for name, role in self.columns.items():
+                for column in self.columns_for(name) if role.kind == "image" else ():
+                    check_kind(own, column, split, "image")
+
+    def row_notices(self) -> list[str]:
+        from hftune.data.files import FOLDER_FORMATS
+
+        # The columns of folders always have the same names.
+        return [line for line in super().row_notices() if "chosen from" not in line or self.dataset not in FOLDER_FORMATS]
 
     def validate(self) -> list[str]:
         return [*super().validate(), *self.network_problems()]

@@ -334,7 +334,7 @@ def test_images_of_another_size_are_refused_by_name(tmp_path):
         "the longer one."
     )
     write_idx(tmp_path / "idx", images=IMAGES[:, 4:, :])
-    assert refused(of_idx(tmp_path / "idx")) == f"{tmp_path}/idx/train-images-idx3-ubyte: image 0 is 28 x 24 pixels, {way_out}"
+    assert refused(of_idx(tmp_path / "idx")) == f"Row 0 of the train split is 28 x 24 pixels, {way_out}"
     folder = write_folder(tmp_path / "images")
     path = folder / "test" / "dog" / "1.png"
     Image.new("L", (30, 28)).save(path)
@@ -468,7 +468,7 @@ def test_model_answers_paths_images_and_arrays_alike_with_the_names_that_were_sa
     rows = task.predict(model, [path, str(path), Image.open(path), IMAGES[2]])
     assert rows[0]["label"] in ("cat", "dog", "emu") and 1 / 3 <= rows[0]["probability"] <= 1
     assert rows[0] == rows[1] == rows[2] == rows[3]
-    assert "_sources" not in vars(task)  # no data was loaded for it
+    assert "rows" not in vars(task)  # no data was loaded for it
 
 
 def test_an_opened_image_is_turned_as_its_file_is(finished, tmp_path):
