@@ -39,11 +39,6 @@ def is_label(kind: Any) -> bool:
     return is_text(kind) or hasattr(kind, "names") or dtype.removeprefix("u").startswith(("int", "bool"))
 
 
-def is_image(kind: Any) -> bool:
-    """Return whether it holds images."""
-    return type(kind).__name__ == "Image"
-
-
 def is_list(kind: Any, of: Callable[[Any], bool] = lambda kind: True) -> bool:
     """Return whether it holds lists, of what ``of`` tells."""
     inner = kind[0] if isinstance(kind, list) and kind else getattr(kind, "feature", None)
@@ -54,7 +49,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "text": is_text,
     "label": is_label,
     "number": is_number,
-    "image": is_image,
+    "image": lambda kind: type(kind).__name__ == "Image",
     "text or messages": lambda kind: is_text(kind) or isinstance(kind, list) or getattr(kind, "feature", None) is not None,
     "list of texts": lambda kind: is_list(kind, is_text),
     "list of labels": lambda kind: is_list(kind, is_label),

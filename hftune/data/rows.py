@@ -53,9 +53,8 @@ def load_split(
 
     Args:
         dataset: a name on the Hub, with its ``commit``; imagefolder or idx, with ``data_dir``; a folder; or
-            ``module:function``,
-            which is called with ``split`` and returns rows as dictionaries. With data_files, one of FILE_FORMATS; with any
-            other value, the suffixes of the files tell their format.
+            ``module:function``, which is called with ``split`` and returns rows as dictionaries. With data_files, one of
+            FILE_FORMATS; with any other value, the suffixes of the files tell their format.
         source_split: name of the split on the Hub or in the folder, such as "train", "test" or "train[:10%]".
         split: what it is used for: "train", "eval" or "test".
         data_files: {"train": path, "eval": path}, used instead of ``dataset``.
@@ -81,7 +80,8 @@ def load_split(
         else:
             rows = load(str(Path(dataset).expanduser()), f"task.dataset={dataset}", instead, name=config, split=source_split)
     if len(rows) == 0:
-        raise DataError(f"The {split} split{f' of {dataset}' if dataset else ''} has no rows{_of(data_files, split)}.")
+        where = f" ({data_files[split]})" if data_files else ""
+        raise DataError(f"The {split} split{f' of {dataset}' if dataset else ''} has no rows{where}.")
     return rows
 
 
@@ -106,12 +106,10 @@ def take(
     by_class = part.held_out is not None and label_column is not None
     labels = read_labels(rows, label_column, "train", row_of) if by_class else None
     indices = part.indices(len(rows), labels, row_of, sizes)
-    return rows if len(indices) == len(rows) else _select(rows, indices)
-
-
-def _select(rows: datasets.Dataset, indices: np.ndarray) -> datasets.Dataset:
-    """Return some rows, which know their numbers: of consecutive ones, datasets returns a slice that has forgotten them."""
+    if len(indices) == len(rows):
+        return rows
     selected = rows.select(indices)
+    # Of consecutive rows, datasets returns a slice that has forgotten their numbers.
     return rows._select_with_indices_mapping(indices) if selected._indices is None else selected
 
 
@@ -125,10 +123,6 @@ def _explaining_eval_split(split: str) -> Iterator[None]:
             raise
         instead = NO_EVAL_DATA if split == "eval" else "or to null"
         raise DataError(f"{error} Set task.{split}_split to one of them, {instead}.") from error
-
-
-def _of(data_files: Mapping[str, Any] | None, split: str) -> str:
-    return f" ({data_files[split]})" if data_files else ""
 
 
 def _from_function(name: str, split: str) -> datasets.Dataset:
@@ -331,8 +325,10 @@ def _read_all(rows: datasets.Dataset, column: str, split: str, may_be_empty: boo
         raise DataError(f"Column {column!r} of the {split} split is not UTF-8: {error}. Convert its file.") from error
     if empty:
         what = "no text" if may_be_empty else "an empty text"
+        numbers = row_numbers(rows, empty)
+        more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
         raise DataError(
-            f"The {split} split has {what} in column {column!r} at row {_list(row_numbers(rows, empty))}. "
+            f"The {split} split has {what} in column {column!r} at row {', '.join(map(str, numbers[:3]))}{more}. "
             "Remove these rows, or fill them in."
         )
 
@@ -346,8 +342,3 @@ def row_numbers(rows: datasets.Dataset, indices: Sequence[int]) -> list[int]:
 def digest_of_all(rows: datasets.Dataset) -> str:
     """Hash the whole data set of which ``take`` took these rows."""
     return content_digest(datasets.Dataset(rows.data, info=rows.info))
-
-
-def _list(numbers: Sequence[int], most: int = 3) -> str:
-    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
-    return ", ".join(map(str, numbers[:most])) + more

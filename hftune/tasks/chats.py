@@ -384,32 +384,22 @@ class Chats(TextTask):
         streamer: BaseStreamer | None = None,
     ) -> list[str]:
         """Return the model's answer to each prompt, cut where the model's positions end, whatever prompts are beside it."""
+        from hftune.data.tokenized import Ragged
         from hftune.models.pretrained import max_positions
 
         positions, most = max_positions(model), config.max_new_tokens or MAX_REPLY_TOKENS
+        pad = self.text_tokenizer.pad_token_id
         rooms = [most if positions is None else min(most, max(1, positions - len(prompt))) for prompt in prompts]
         answers: dict[int, str] = {}
         for room in sorted(set(rooms)):  # only one, unless a prompt leaves less
             places = [place for place, own in enumerate(rooms) if own == room]
             limited = deepcopy(config)
             limited.max_new_tokens = room
-            texts = self._generate_together(model, [prompts[place] for place in places], limited, streamer)
-            answers |= zip(places, texts, strict=True)
+            ids_NT, mask_NT = Ragged.of([prompts[place] for place in places]).padded(pad, "left")
+            given = {"input_ids": ids_NT.to(model.device), "attention_mask": mask_NT.to(model.device)}
+            texts_NT = model.generate(**given, generation_config=limited, streamer=streamer)[:, ids_NT.shape[1] :]
+            answers |= zip(places, map(self._text, texts_NT.tolist()), strict=True)
         return [answers[place] for place in range(len(prompts))]
-
-    def _generate_together(
-        self,
-        model: PreTrainedModel,
-        prompts: Sequence[Sequence[int]],
-        config: GenerationConfig,
-        streamer: BaseStreamer | None,
-    ) -> list[str]:
-        from hftune.data.tokenized import Ragged
-
-        ids_NT, mask_NT = Ragged.of(prompts).padded(self.text_tokenizer.pad_token_id, "left")
-        given = {"input_ids": ids_NT.to(model.device), "attention_mask": mask_NT.to(model.device)}
-        answers_NT = model.generate(**given, generation_config=config, streamer=streamer)[:, ids_NT.shape[1] :]
-        return [self._text(answer) for answer in answers_NT.tolist()]
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows with the mean loss of the trained tokens as their error."""

@@ -238,6 +238,8 @@ class Embeddings(TextTask, BatchLossTask):
         import numpy as np
         import torch
 
+        from hftune.metrics.retrieval import spearman
+
         vectors_BKD, texts_BK = (np.stack([row.pop(name) for row in rows]) for name in ("vectors", "texts"))
         with torch.no_grad():
             loss = self.batch_losses(torch.from_numpy(vectors_BKD), torch.from_numpy(texts_BK)).double().mean().item()
@@ -245,16 +247,8 @@ class Embeddings(TextTask, BatchLossTask):
         for row, similarity in zip(rows, similarities_B.tolist(), strict=True):
             row["similarity"] = similarity
         if self.score_column is not None:
-            return {"loss": loss, **self._correlation(rows)}
+            return {"loss": loss, "spearman": spearman(similarities_B.astype(float), np.array([row["score"] for row in rows]))}
         return {"loss": loss, **self._retrieval(rows, vectors_BKD, texts_BK)}
-
-    def _correlation(self, rows: list[dict[str, Any]]) -> dict[str, float | None]:
-        import numpy as np
-
-        from hftune.metrics.retrieval import spearman
-
-        similarities, scores = (np.array([row[name] for row in rows]) for name in ("similarity", "score"))
-        return {"spearman": spearman(similarities, scores)}
 
     def _retrieval(self, rows: list[dict[str, Any]], vectors_BKD: np.ndarray, texts_BK: np.ndarray) -> dict[str, float]:
         from hftune.metrics.retrieval import mrr_at, rank_positives, recall_at

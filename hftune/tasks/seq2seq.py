@@ -280,6 +280,8 @@ class Seq2Seq(SourceToTarget):
 
         ROUGE for English sees a to z and digits only, and BLEU takes a Chinese or Japanese sentence for a single word.
         """
+        from hftune.metrics.translation import CHARACTERS
+
         targets = self.rows.get("eval", self.rows["train"])[:1000][self.read_columns["target_column"]]
         letters = [letter for text in targets for letter in text if letter.isalpha()]
         if "rouge" in self.scores and self.language == "en":
@@ -287,16 +289,9 @@ class Seq2Seq(SourceToTarget):
             if not is_seen or 2 * sum(letter.isascii() for letter in letters) < len(letters):
                 self._refuse_language(targets, "[A-Za-z0-9]", "few letters from a to z, and ROUGE for English sees no others")
         is_spaceless = 2 * len(re.findall(HAN_OR_KANA, "".join(letters))) > len(letters)
-        if "bleu" in self.scores and is_spaceless and self._is_cut_at_spaces:
+        if "bleu" in self.scores and is_spaceless and self.language not in CHARACTERS:
             what = "mostly Chinese or Japanese characters, of which BLEU would count whole sentences as words"
             self._refuse_language(targets, "[A-Za-z]", what)
-
-    @property
-    def _is_cut_at_spaces(self) -> bool:
-        """Whether BLEU cuts texts in the language at spaces, rather than into characters or by a dictionary."""
-        from hftune.metrics.translation import CHARACTERS
-
-        return self.language not in CHARACTERS
 
     def _refuse_language(self, targets: Sequence[str], expected: str, what: str) -> NoReturn:
         """Raise a DataError that shows the target with the fewest characters that the language is expected to have."""
@@ -345,7 +340,9 @@ class Seq2Seq(SourceToTarget):
     def _config(self) -> PreTrainedConfig:
         """The config of the model, with the token that starts a target."""
         config = self._new_config() if self.model is None else deepcopy(self.named_config)
-        given = (self.generation.get("decoder_start_token_id"), self._start_of_language)
+        code, is_first = self._language_token
+        # mBART's first version starts a target with the language code that ends it; its later ones force the code instead.
+        given = (self.generation.get("decoder_start_token_id"), None if is_first else code)
         known = (getattr(config, "decoder_start_token_id", None), self.own_generation.decoder_start_token_id)
         config.decoder_start_token_id = next((token for token in (*given, *known) if token is not None), None)
         if config.decoder_start_token_id is None:
@@ -376,12 +373,6 @@ class Seq2Seq(SourceToTarget):
         ids = tokens(text_target="")["input_ids"]
         (code,) = {token for token in ids if token != tokens.eos_token_id}
         return code, ids[0] == code
-
-    @property
-    def _start_of_language(self) -> int | None:
-        """mBART's first version starts a target with the language code that ends it; its later ones force the code instead."""
-        code, is_first = self._language_token
-        return None if is_first else code
 
     @cached_property
     def _generation_config(self) -> GenerationConfig:

@@ -292,7 +292,7 @@ def test_share_of_cut_texts_is_said_once_and_samples_are_shown(tmp_path, capsys)
     train(fresh(tmp_path, rows, "task.max_source_length=64", "train.max_steps=1", "eval.show_samples=2"))
     said = capsys.readouterr().out
     assert [line for line in said.splitlines() if line.startswith("note: ")][:3] == [
-        "note: task.source_column is not set: using column 'content'.",
+        "note: task.source_column=content, chosen from the columns content, title.",
         "note: 4 of the 4 rows in the eval split are also in the train split: scores will look better than they are.",
         "note: Sources longer than task.max_source_length=64 tokens are truncated at the end: 25.0% of train and 25.0% of eval.",
     ]
