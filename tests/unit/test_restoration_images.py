@@ -72,40 +72,75 @@ def test_folders_are_put_together_by_name_whatever_the_suffix(folder):
     assert (train[2]["target"] == np.asarray(image(seed=6))).all() and train[2]["mask"].sum() == 8 * 14
 
 
-def test_a_mask_of_another_size_is_refused(folder):
-    mask(width=30).save(folder / "test" / "mask" / "b.png")
-    assert refusal(folder) == (
-        f"Row 1 of the eval split ({folder}/test/image/b.png) is 40 x 32 pixels, but its mask is 30 x 32. "
-        "They must have the same size."
-    )
+def classes():
+    """A mask of numbered classes, as VOC has it: black, dark red, white."""
+    drawn = Image.new("P", (40, 32), 0)
+    drawn.putpalette([0, 0, 0, 128, 0, 0, 255, 255, 255])
+    drawn.paste(1, (4, 3, 12, 4))
+    return drawn
 
 
-def test_an_image_without_a_partner_is_refused(folder):
-    (folder / "train" / "mask" / "b.png").unlink()
-    assert refusal(folder) == (
-        f"task.data_dir={folder}: {folder}/train/image/b.png has no match of the same name in {folder}/train/mask."
-    )
+def emptied(folder):
+    for path in (folder / "test" / "image").iterdir():
+        path.unlink()
 
 
-def test_a_mask_without_an_image_is_refused(folder):
-    mask().save(folder / "train" / "mask" / "c.png")
-    assert refusal(folder) == (
-        f"task.data_dir={folder}: {folder}/train/mask/c.png has no match of the same name in {folder}/train/image."
-    )
-
-
-def test_a_file_that_is_no_image_is_named(folder):
-    (folder / "train" / "target" / "a.png").write_text("no image")
-    assert refusal(folder) == f"Row 0 of the train split ({folder}/train/target/a.png) is not an image that can be read."
-
-
-def test_a_file_that_ends_too_soon_and_deep_pixels_are_named_before_training(folder):
+def shortened(folder):
     path = folder / "train" / "image" / "a.png"
-    name = f"Row 0 of the train split ({path})"
     path.write_bytes(path.read_bytes()[:1000])
-    assert refusal(folder).startswith(f"{name} cannot be read: image file is truncated")
-    Image.new("I;16", (40, 32)).save(path)
-    assert refusal(folder) == f"{name} has more than 8 bits per channel (Pillow mode I;16). Convert it."
+
+
+A, B = "train/image/a.png", "test/image/b.png"
+CLEAR = Image.new("RGBA", (40, 32), (255, 255, 255, 0))
+FAULTS = {
+    "mask of another size": (
+        lambda folder: mask(width=30).save(folder / "test/mask/b.png"),
+        f"Row 1 of the eval split (FOLDER/{B}) is 40 x 32 pixels, but its mask is 30 x 32.",
+    ),
+    "image without a mask": (
+        lambda folder: (folder / "train/mask/b.png").unlink(),
+        "task.data_dir=FOLDER: FOLDER/train/image/b.png has no match of the same name in FOLDER/train/mask.",
+    ),
+    "mask without an image": (
+        lambda folder: mask().save(folder / "train/mask/c.png"),
+        "task.data_dir=FOLDER: FOLDER/train/mask/c.png has no match of the same name in FOLDER/train/image.",
+    ),
+    "no image": (
+        lambda folder: (folder / "train/target/a.png").write_text("no image"),
+        "Row 0 of the train split (FOLDER/train/target/a.png) is not an image that can be read.",
+    ),
+    "half an image": (shortened, f"Row 0 of the train split (FOLDER/{A}) cannot be read: image file is truncated"),
+    "deep pixels": (
+        lambda folder: Image.new("I;16", (40, 32)).save(folder / A),
+        f"Row 0 of the train split (FOLDER/{A}) has more than 8 bits per channel (Pillow mode I;16).",
+    ),
+    "empty folder": (emptied, "task.data_dir=FOLDER: FOLDER/test/image has no images (.png, .jpg, "),
+    "black mask": (
+        lambda folder: mask(value=100).save(folder / "train/mask/a.png"),
+        "Row 0 of the train split (FOLDER/train/mask/a.png) has an empty mask, so there is nothing to restore.",
+    ),
+    "transparent mask": (
+        lambda folder: CLEAR.save(folder / "train/mask/a.png"),
+        "Row 0 of the train split (FOLDER/train/mask/a.png) has an empty mask",
+    ),
+    "mask of classes": (
+        lambda folder: classes().save(folder / "train/mask/a.png"),
+        "Row 0 of the train split (FOLDER/train/mask/a.png) is a mask with a palette of colours, such as (128, 0, 0), ",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_cannot_be_restored_is_named_before_training(folder, fault):
+    harm, message = FAULTS[fault]
+    harm(folder)
+    assert refusal(folder).startswith(message.replace("FOLDER", str(folder)))
+
+
+def test_a_missing_folder_and_an_image_smaller_than_the_crop_are_named(folder):
+    assert refusal(folder, eval_split="valid") == f"task.data_dir={folder}: there is no folder {folder}/valid/image."
+    small = f"Row 0 of the train split ({folder}/{A}) is 40 x 32 pixels, smaller than task.crop=33."
+    assert refusal(folder, crop=33).startswith(small)
 
 
 def test_hidden_files_are_no_images(folder):
@@ -114,33 +149,6 @@ def test_hidden_files_are_no_images(folder):
         image().save(folder / path)
     (folder / "train" / "mask" / "._a.png").write_bytes(b"no image")
     assert len(task(folder).datasets()["train"]) == 2
-
-
-def test_an_empty_folder_is_refused(folder):
-    for path in (folder / "test" / "image").iterdir():
-        path.unlink()
-    assert refusal(folder) == (
-        f"task.data_dir={folder}: {folder}/test/image has no images (.png, .jpg, .jpeg, .webp, .bmp, .tif, .tiff, .gif, .ppm)."
-    )
-
-
-def test_a_missing_folder_is_named(folder):
-    assert refusal(folder, eval_split="valid") == f"task.data_dir={folder}: there is no folder {folder}/valid/image."
-
-
-def test_a_mask_that_is_empty_everywhere_is_refused(folder):
-    mask(value=100).save(folder / "train" / "mask" / "a.png")
-    assert refusal(folder) == (
-        f"Row 0 of the train split ({folder}/train/mask/a.png) has an empty mask, so there is nothing to restore. Paint the "
-        "damage white (at least half bright), or leave the image out."
-    )
-
-
-def test_an_image_smaller_than_the_crop_is_refused(folder):
-    assert refusal(folder, crop=33) == (
-        f"Row 0 of the train split ({folder}/train/image/a.png) is 40 x 32 pixels, smaller than task.crop=33. "
-        "Lower it, or remove such images."
-    )
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P"])
@@ -174,23 +182,6 @@ def test_what_is_transparent_marks_nothing(folder):
     for place in (0, 1):
         marked = train[place]["mask"]
         assert marked[3, 4:12].all() and marked.sum() == 8
-
-
-def test_a_mask_that_is_transparent_everywhere_is_empty(folder):
-    Image.new("RGBA", (40, 32), (255, 255, 255, 0)).save(folder / "train" / "mask" / "a.png")
-    assert "has an empty mask" in refusal(folder)
-
-
-def test_a_mask_of_numbered_classes_is_refused(folder):
-    classes = Image.new("P", (40, 32), 0)
-    classes.putpalette([0, 0, 0, 128, 0, 0, 255, 255, 255])  # as VOC has it: black, dark red, ...
-    classes.paste(1, (4, 3, 12, 4))
-    classes.paste(2, (4, 8, 12, 9))
-    classes.save(folder / "train" / "mask" / "a.png")
-    assert refusal(folder) == (
-        f"Row 0 of the train split ({folder}/train/mask/a.png) is a mask with a palette of colours, such as (128, 0, 0), and it is "
-        "unclear which of them mark damage. Save masks in black and white."
-    )
 
 
 def test_a_mask_with_a_palette_of_black_and_white_is_read(folder):
