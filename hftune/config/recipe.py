@@ -426,9 +426,13 @@ def _task_reads_environment(values: Any) -> bool:
     return _reads_environment(values) and _refers(values["task"])
 
 
+CODE_FIELDS = ("dataset", "network")
+"""Fields of tasks that may name code to import: package.module.Class or module:function."""
+
+
 def _code_of_task(task: Task) -> Iterator[tuple[str, str]]:
     """Yield the keys of a task whose values name code that is not hftune's, with these values."""
-    for name in task.code_fields:
+    for name in CODE_FIELDS:
         value = getattr(task, name, None)
         if isinstance(value, str) and not is_own(value) and (name != "dataset" or ":" in value):
             yield f"task.{name}", value

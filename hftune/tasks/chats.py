@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from hftune.config.keys import key
 from hftune.data.columns import TEXTS, Role
 from hftune.errors import ConfigError, DataError
+from hftune.hooks import Hooks
 from hftune.metrics.records import directions, rouge_names
-from hftune.task import Hooks
 from hftune.tasks.language_modeling import perplexity
 from hftune.tasks.text import MAX_SHOWN, NO_LABEL, TextTask, beginning, count_labels, head_loss, head_losses, pieces
 

@@ -21,7 +21,7 @@ from hftune import Recipe, Task, cli, spark
 from hftune.commands.sweep_space import parse as parse_sweep
 from hftune.config import reference, sections
 from hftune.config.shipped_files import config_names
-from hftune.task import Hooks
+from hftune.hooks import Hooks
 from tests.support.pages import (
     PAGES,
     ROOT,
@@ -264,7 +264,7 @@ def test_methods_of_a_task_are_listed_with_their_arguments():
         f"{name}({', '.join([*inspect.signature(item).parameters][1:])})" if inspect.isfunction(item) else name
         for name, item in public.items()
     }
-    assert listed == own - {"augments", "code_fields"}
+    assert listed == own - {"augments"}
 
 
 def test_api_page_names_what_can_be_imported_and_leaves_out_no_public_name():

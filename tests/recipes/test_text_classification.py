@@ -184,8 +184,8 @@ def test_a_label_that_the_training_split_lacks_is_refused(tmp_path):
             "task.class_weights='even' is neither balanced nor a mapping from class names to weights",
         ),
         (["task.class_weights={a: 0}"], "task.class_weights.a=0 must be a number above 0."),
-        (["task.label_smoothing=1.0"], "task.label_smoothing=1.0 must be at least 0 and below 1."),
-        (["task.focal_gamma=-1"], "task.focal_gamma=-1.0 must not be negative."),
+        (["task.label_smoothing=1.0"], "task.label_smoothing=1.0 must be in [0, 1)."),
+        (["task.focal_gamma=-1"], "task.focal_gamma=-1.0 must be at least 0"),
         (
             ["task.focal_gamma=2", "task.label_smoothing=0.1"],
             "task.label_smoothing and task.focal_gamma contradict each other.",

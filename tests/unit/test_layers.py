@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2] / "hftune"
 FLOORS = """
 secrecy
 errors
-atomic
+atomic  hooks
 task  batch_plan
 config
 data
