@@ -77,7 +77,7 @@ def test_imports_lead_downwards():
 def test_every_file_and_package_has_its_floor_and_the_root_is_short():
     names = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
     assert names - {"__init__"} == FLOOR_OF.keys()
-    assert len(list(ROOT.glob("*.py"))) <= 21
+    assert len(list(ROOT.glob("*.py"))) <= 22
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
