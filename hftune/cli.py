@@ -9,37 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from hftune import __version__
-from hftune.commands import (
-    audit,
-    bisect,
-    bisect_step,
-    compare,
-    completion,
-    configs,
-    doctor,
-    evaluate,
-    folds,
-    meeting,
-    merge,
-    plan,
-    predict,
-    push,
-    receipt,
-    recipes,
-    replay,
-    report,
-    schema,
-    show,
-    slurm,
-    sweep,
-    train,
-    verify,
-    vocab,
-)
+from hftune.commands import completion
 from hftune.commands.arguments import find_modules_here
 from hftune.config.shipped_files import recipe_names
 from hftune.distributed.signals import follow_launcher
@@ -48,71 +23,57 @@ from hftune.run import fail, leave, outlive_readers
 from hftune.tracking.console import print_any_character
 
 COMMANDS = {
-    "train": (train, "train a recipe; the same as python -m hftune.run"),
-    "recipes": (recipes, "list the shipped recipes"),
-    "show": (show, "print a recipe with all its keys as YAML, with bases and overrides applied"),
-    "schema": (
-        schema,
-        "print the JSON schema of recipes, with which editors complete keys and mark errors, or write it to a file",
-    ),
-    "plan": (plan, "show the steps, memory and disk space that a run would need, without training"),
+    "train": "train a recipe; the same as python -m hftune.run",
+    "recipes": "list the shipped recipes",
+    "show": "print a recipe with all its keys as YAML, with bases and overrides applied",
+    "schema": "print the JSON schema of recipes, with which editors complete keys and mark errors, or write it to a file",
+    "plan": "show the steps, memory and disk space that a run would need, without training",
     "predict": (
-        predict,
         "run a finished model on texts or images, such as titles for articles, or on a table. Under a launcher all processes "
-        "share the rows of a table: accelerate launch -m hftune.cli predict outputs/yelp --data test.csv --output labels.csv",
+        "share the rows of a table: accelerate launch -m hftune.cli predict outputs/yelp --data test.csv --output labels.csv"
     ),
     "evaluate": (
-        evaluate,
         "evaluate a run's model again on its evaluation data; any key can be overridden. Under a launcher all processes share "
-        "the work, as in training: accelerate launch -m hftune.cli evaluate recipe=...",
+        "the work, as in training: accelerate launch -m hftune.cli evaluate recipe=..."
     ),
     "folds": (
-        folds,
         "train once for each fold of the data, for scores with mean and deviation and a prediction of every row. Under a "
-        "launcher all processes share the work: accelerate launch -m hftune.cli folds recipe=...",
+        "launcher all processes share the work: accelerate launch -m hftune.cli folds recipe=..."
     ),
     "sweep": (
-        sweep,
         "train a recipe with several values of some keys, and compare. A comma separates values, train.lr=1e-5,3e-5, unless it "
-        "is inside brackets, braces or quotes; the same command again goes on where it was stopped",
+        "is inside brackets, braces or quotes; the same command again goes on where it was stopped"
     ),
-    "merge": (merge, "add a run's adapters to the weights of their base model, and write the plain model"),
-    "push": (push, "publish a run's best model on the Hugging Face Hub, with its model card, recipe and result"),
-    "report": (report, "write the page that shows a run, or compares several: curves, predictions, confusion matrix, images"),
-    "compare": (
-        compare,
-        "say at which step runs diverge and why, and what their losses and metrics differ by beyond chance",
-    ),
-    "configs": (configs, "list, print or copy configurations for accelerate launch"),
-    "slurm": (slurm, "write a batch script that trains a recipe on the nodes of a SLURM cluster"),
-    "meeting": (meeting, "serve the place where the machines of elastic jobs meet, on a host that stays"),
-    "audit": (audit, "prove that every epoch used each sample exactly once"),
+    "merge": "add a run's adapters to the weights of their base model, and write the plain model",
+    "push": "publish a run's best model on the Hugging Face Hub, with its model card, recipe and result",
+    "report": "write the page that shows a run, or compares several: curves, predictions, confusion matrix, images",
+    "compare": "say at which step runs diverge and why, and what their losses and metrics differ by beyond chance",
+    "configs": "list, print or copy configurations for accelerate launch",
+    "slurm": "write a batch script that trains a recipe on the nodes of a SLURM cluster",
+    "meeting": "serve the place where the machines of elastic jobs meet, on a host that stays",
+    "audit": "prove that every epoch used each sample exactly once",
     "replay": (
-        replay,
         "compute past steps of a run again and compare them with its ledger, or with other keys, or without some rows. Under a "
-        "launcher all processes share the work: accelerate launch -m hftune.cli replay outputs/yelp --step 137",
+        "launcher all processes share the work: accelerate launch -m hftune.cli replay outputs/yelp --step 137"
     ),
     "bisect": (
-        bisect,
         "find what made a run bad, a recipe key or a line of a data file, by replaying a few steps. For example hftune bisect "
-        "outputs/good outputs/bad",
+        "outputs/good outputs/bad"
     ),
     "bisect-step": (
-        bisect_step,
         "compute one past step again, for git bisect run. Exit code 0 if its loss is still the same, 1 if not, and 125 if it "
-        "cannot be computed: git bisect run hftune bisect-step outputs/yelp --step 137",
+        "cannot be computed: git bisect run hftune bisect-step outputs/yelp --step 137"
     ),
-    "receipt": (receipt, "write what a finished run was and what came out of it into one file that can be signed"),
+    "receipt": "write what a finished run was and what came out of it into one file that can be signed",
     "verify": (
-        verify,
         "check a receipt against a run's folder, and compute random parts of the run again. Under a launcher all processes "
-        "share the work, as in training: accelerate launch -m hftune.cli verify receipt.json",
+        "share the work, as in training: accelerate launch -m hftune.cli verify receipt.json"
     ),
-    "doctor": (doctor, "examine this machine; under a launcher, -m hftune.doctor examines all nodes"),
-    "vocab": (vocab, "train the vocabulary of a Chinese model on a corpus"),
-    "completion": (completion, "print a script that completes commands, recipes, keys and values in a shell"),
+    "doctor": "examine this machine; under a launcher, -m hftune.doctor examines all nodes",
+    "vocab": "train the vocabulary of a Chinese model on a corpus",
+    "completion": "print a script that completes commands, recipes, keys and values in a shell",
 }
-"""The module of each command, and what it does: the first sentence in the list of commands, all of it in its own help."""
+"""What each command does: the first sentence in the list of commands, all of it in its own help. Its module has its name."""
 
 LONG = ("train", "evaluate", "sweep", "folds", "replay", "verify")
 """Commands that go on if the reader of their output exits, or their terminal is closed."""
@@ -127,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         try:
             if completion.ASKED in os.environ:
-                return completion.answer(parsers(parser()))
+                return completion.answer(COMMANDS, parser_of)
             options = parse(argv)
             if options.command in LONG:
                 outlive_readers()
@@ -154,7 +115,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """
     argv = sys.argv[1:] if argv is None else argv
     check_command(argv)
-    root = parser()
+    root = parser(argv[0] if argv else None)
     options, rest = root.parse_known_args(argv)
     takes_recipe = hasattr(options, "words")
     if unknown := [word for word in rest if word.startswith("-") or not takes_recipe]:
@@ -186,8 +147,8 @@ def check_command(argv: list[str]) -> None:
     raise ConfigError(f"{word!r} is not a command. Commands: {', '.join(COMMANDS)}.{hint}")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Describe the command line."""
+def parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Describe the command line: with the arguments of one command, whose module alone is imported, or of all."""
     root = argparse.ArgumentParser(
         prog="hftune",
         description="Fine-tune by recipe. To train on several machines: accelerate launch -m hftune.run recipe=NAME "
@@ -195,19 +156,23 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="version", version=f"hftune {__version__}")
     commands = root.add_subparsers(required=True, metavar="COMMAND")
-    for name, (module, purpose) in COMMANDS.items():
+    for name, purpose in COMMANDS.items():
         summary, description = purpose.partition(". ")[0], f"{purpose[0].upper()}{purpose[1:]}"
         # "resolve" lets train have a --help of its own.
-        command = commands.add_parser(name, help=summary, description=description, conflict_handler="resolve")
-        module.add_arguments(command)
-        command.set_defaults(command=name, run=module.run, refuse=command.error)
+        added = commands.add_parser(name, help=summary, description=description, conflict_handler="resolve")
+        if command in (None, name):
+            module = import_module(f"hftune.commands.{name.replace('-', '_')}")
+            module.add_arguments(added)
+            added.set_defaults(command=name, run=module.run, refuse=added.error)
     return root
 
 
-def parsers(root: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return the parser of each command."""
-    (commands,) = (action for action in root._actions if isinstance(action.choices, dict))
-    return dict(commands.choices)
+def parser_of(command: str) -> argparse.ArgumentParser | None:
+    """Return the parser of one command; None if there is no such command."""
+    if command not in COMMANDS:
+        return None
+    (choices,) = (action.choices for action in parser(command)._actions if isinstance(action.choices, dict))
+    return choices[command]
 
 
 if __name__ == "__main__":

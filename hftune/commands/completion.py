@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ ASKED = "_HFTUNE_COMPLETE"
 """Environment variable in which the scripts ask for words."""
 BREAKS = ("=", ":")
 """Where bash cuts words; it is told only what follows the last of them."""
+ParserOf = Callable[[str], argparse.ArgumentParser | None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def answer(parsers: Mapping[str, argparse.ArgumentParser]) -> int:
+def answer(commands: Mapping[str, str], parser_of: ParserOf) -> int:
     """Print the words that a script has asked for, each in the form that its shell reads."""
     from click.shell_completion import CompletionItem
 
@@ -40,7 +41,7 @@ def answer(parsers: Mapping[str, argparse.ArgumentParser]) -> int:
     while shell.name == "bash" and before and (before[-1] in BREAKS or word[:1] in BREAKS):
         word = before.pop() + word
         cut = max(map(word.rfind, BREAKS)) + 1
-    for text, about in dict(words(parsers, before, word)).items():
+    for text, about in dict(words(commands, parser_of, before, word)).items():
         print(shell.format_completion(CompletionItem(text[cut:], help=about or None)))
     return 0
 
@@ -51,17 +52,14 @@ def _shell(name: str) -> Any:
     return get_completion_class(name)(None, {}, "hftune", ASKED)
 
 
-def words(parsers: Mapping[str, argparse.ArgumentParser], before: Sequence[str], word: str) -> Iterator[tuple[str, str]]:
+def words(commands: Mapping[str, str], parser_of: ParserOf, before: Sequence[str], word: str) -> Iterator[tuple[str, str]]:
     """Yield each word that could be meant, with a description.
 
     Args:
+        commands: with what each does.
         before: the words before it; the first is the command.
     """
-    found: Iterator[tuple[str, str]]
-    if not before:
-        found = ((name, parser.description or "") for name, parser in parsers.items())
-    else:
-        found = _arguments(parsers.get(before[0]), before, word)
+    found = _arguments(parser_of(before[0]), before, word) if before else commands.items()
     yield from ((text, about.partition(". ")[0]) for text, about in found if text.startswith(word))
 
 

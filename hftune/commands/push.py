@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token, is_offline_mode
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import disable_progress_bars, httpx, validate_repo_id
+
+from hftune.checkpoints.export import read, read_about
+from hftune.checkpoints.run_folder import open_run
 from hftune.commands.arguments import add_trust_code
 from hftune.commands.merge import MERGED
+from hftune.config import Recipe
+from hftune.data.hub import causes_of, first_line, network_reason
 from hftune.errors import ConfigError
+from hftune.reporting.card import CARD, METRICS, RECIPE, RESULT, card, for_repository, read_facts
 from hftune.secrecy import without_secrets
+from hftune.tracking.console import data_size, short
+from hftune.tracking.facts import NAME as RUN
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Push, and print the address of the model as the last line."""
     check_name(options.repository)
-    from hftune.checkpoints.run_folder import open_run
-
     folder = options.folder
     recipe, model = open_run(folder, options.trust_code)
     if model != folder / "model":
@@ -37,8 +52,6 @@ def run(options: argparse.Namespace) -> int:
         check_base(model, folder)
     else:
         check_merged(merged, model)
-    from hftune.commands.upload import check_token, upload
-
     check_token()
     address = upload(folder, recipe, options.repository, options.private, options.revision, options.message, merged)
     print(address, flush=True)
@@ -61,8 +74,6 @@ def check_base(model: Path, folder: Path) -> None:
 
 def check_merged(merged: Path, model: Path) -> None:
     """Refuse to push a merged model that is not there, or was made of earlier adapters, or raise ConfigError."""
-    from hftune.checkpoints.export import read_about
-
     if not merged.is_dir():
         raise ConfigError(f"--merged: there is no {merged}. hftune merge {merged.parent} writes it.")
     if (earlier := read_about(merged)) != (now := read_about(model)):
@@ -85,12 +96,169 @@ def check_passwords(recipe: Path) -> None:
 
 def check_name(repository: str) -> None:
     """Refuse what the Hub would not take as the name of a model, or raise ConfigError."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
     if repository.count("/") != 1:
         raise ConfigError(f"{repository} is not USER/NAME or ORGANIZATION/NAME, as models on the Hub are called.")
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
         raise ConfigError(f"{repository} cannot be the name of a model on the Hub: {error}") from error
+
+
+def check_token() -> None:
+    """Raise ConfigError if the Hub must not be asked, or would not know who asks."""
+    if is_offline_mode():
+        raise ConfigError("HF_HUB_OFFLINE is set, and nothing can be pushed without the Hub. Unset it.")
+    if get_token() is None:
+        raise ConfigError(
+            f"The Hub ({constants.ENDPOINT}) accepts uploads only from users who are logged in. {how_to_log_in()}"
+        )
+
+
+def how_to_log_in() -> str:
+    """Say how to get a token that may write, and where to put it."""
+    page = f"{constants.ENDPOINT}/settings/tokens"
+    return f"Create a token with write access at {page}, and log in with `hf auth login` or set HF_TOKEN."
+
+
+def upload(
+    folder: Path,
+    recipe: Recipe,
+    repository: str,
+    private: bool,
+    revision: str | None,
+    message: str | None,
+    merged: Path | None = None,
+) -> str:
+    """Put the best model of a run into a repository, in one commit; return the model's address.
+
+    Args:
+        merged: folder that `hftune merge` wrote, to be pushed in the place of the adapters.
+
+    Raises:
+        ConfigError: the Hub refuses, or cannot be reached; or the repository is public and should be private.
+    """
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    api = HfApi()
+    with refusals(repository):
+        user = check_access(api)
+    with refusals(repository, user), frozen(folder) as snapshot:
+        url = open_repository(api, repository, private, revision)
+        files = contents(snapshot, recipe, repository, merged or snapshot / "model")
+        size = data_size(sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in files.values()))
+        print(f"Pushing {len(files)} files ({size}) to {repository} ...", flush=True)
+        additions = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=data) for name, data in files.items()]
+        api.create_commit(repository, additions, commit_message=message or best_of(snapshot), revision=revision)
+    return url if revision is None else f"{url}/tree/{revision}"
+
+
+def check_access(api: HfApi) -> str:
+    """Return who the token belongs to, or raise ConfigError if it may only read."""
+    user = api.whoami()
+    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise ConfigError(f"The token of {user['name']} may only read. {how_to_log_in()}")
+    return user["name"]
+
+
+def open_repository(api: HfApi, repository: str, private: bool, revision: str | None) -> str:
+    """Create what does not exist yet, repository and branch, and return the repository's address.
+
+    Raises:
+        ConfigError: it should be private and is public.
+    """
+    url = str(api.create_repo(repository, private=private or None, exist_ok=True))
+    if private and not api.model_info(repository).private:
+        raise ConfigError(
+            f"{repository} exists and is public, and --private is for new repositories. Make it private at {url}/settings, or "
+            "choose a different name."
+        )
+    if revision is not None:
+        api.create_branch(repository, branch=revision, exist_ok=True)
+    return url
+
+
+def contents(folder: Path, recipe: Recipe, repository: str, model: Path) -> dict[str, Path | bytes]:
+    """Return the files of the repository: those of the model, its card, the recipe, and the result of a finished run."""
+    facts = read_facts(folder, recipe, model=model)
+    written = model / CARD
+    has_card = written.is_file() and (folder / RESULT).is_file()  # else it may be that of an earlier, shorter training
+    text = for_repository(written.read_text(encoding="utf-8"), facts, repository) if has_card else None
+    files: dict[str, Path | bytes] = {path.relative_to(model).as_posix(): path for path in model.rglob("*") if path.is_file()}
+    files |= {name: folder / name for name in (RECIPE, RESULT) if (folder / name).is_file()}
+    files[CARD] = (text or card(facts, repository)).encode()
+    return dict(sorted(files.items()))
+
+
+@contextmanager
+def frozen(folder: Path) -> Iterator[Path]:
+    """Yield the output folder, or, of a run that is not finished, a copy of what is pushed: training may replace the model."""
+    if (folder / RESULT).is_file():
+        yield folder
+        return
+    with TemporaryDirectory(dir=folder, prefix=".push-") as temporary:
+        copy = Path(temporary)
+
+        def link(model: Path) -> None:
+            shutil.rmtree(copy / "model", ignore_errors=True)
+            shutil.copytree(model, copy / "model", copy_function=link_or_copy)
+
+        read(folder / "model", link)
+        for name in (RECIPE, RUN, METRICS):
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, copy / name)
+        print(f"{folder} is not finished. This is its best model so far: {best_of(copy)}.", flush=True)
+        yield copy
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """Give a file a second name, which costs neither time nor space; copy it where the file system has no such names."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def best_of(folder: Path) -> str:
+    """Say which model of a run is its best."""
+    best = read_about(folder / "model")
+    if "metric" not in best:  # a run that never evaluates
+        return f"the last one, after step {best['step']}"
+    return f"{best['metric']} {short(best['value'])} after step {best['step']}"
+
+
+@contextmanager
+def refusals(repository: str, user: str | None = None) -> Iterator[None]:
+    """Turn the errors of huggingface_hub into one message on what to do.
+
+    Args:
+        user: who the token belongs to; None: the Hub has not accepted it yet.
+
+    Raises:
+        ConfigError: the block failed to talk to the Hub.
+    """
+    try:
+        yield
+    except (HfHubHTTPError, httpx.HTTPError, ConnectionError, TimeoutError, RuntimeError) as error:  # the last one by Xet
+        raise ConfigError(f"{repository} was not pushed: {reason(error, user)}") from error
+    except ValueError as error:  # the Hub has checked the metadata of README.md, which people edit
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{repository} was not pushed: {' '.join(str(error).split())}. Correct model/{CARD}.") from error
+
+
+def reason(error: Exception, user: str | None) -> str:
+    """Say why the Hub did not do what it was asked, and what to do."""
+    hub = f"the Hub ({constants.ENDPOINT})"
+    if not isinstance(error, HfHubHTTPError):
+        reached = network_reason([*causes_of(error)]) or f"failed ({first_line(error).rstrip('.')})"
+        return f"{hub} {reached}. Check the network and try again; files that have arrived are not sent again."
+    status = error.response.status_code
+    said = (error.server_message or first_line(error)).rstrip(".")
+    if status == 401 and user is None:
+        return f"{hub} does not accept your token, which HF_TOKEN or `hf auth login` has set. {how_to_log_in()}"
+    if status in (401, 403, 404):
+        check = f"Check the name; the rights of your tokens are listed at {constants.ENDPOINT}/settings/tokens."
+        return f"{user or 'the token'} may not write there ({status}: {said}). {check}"
+    if status >= 500:
+        return f"{hub} answers {status}. Try again later; files that have arrived are not sent again."
+    return f"{hub} answers {status}: {said}."
