@@ -78,7 +78,7 @@ def race(recipe: Recipe) -> tuple[list[float], list[float]]:
     with (
         Path(recipe.output_dir, "stdout").open("w") as file,
         redirect_stdout(file),
-        patch("hftune.training.Console", make_console),
+        patch("hftune.opening.Console", make_console),
     ):
         train(recipe)
     (console,) = consoles

@@ -146,7 +146,7 @@ class StepBegin:
 class Step(_Moment):
     """An optimizer step was taken, or skipped because ``train.skip`` says so. The gradient is still in the parameters."""
 
-    loss: float | None
+    loss: float | None = None
     """Mean over the items of the global batch; None of a skipped step, which has none of the values below either."""
     grad_norm: float | None = None
     """Of the global gradient, before it was clipped."""

@@ -68,20 +68,8 @@ def take_step(run: Run, batch: StepBatch) -> None:
     state.add_loss(report.loss, report.num_items)
     grant(run, report.asks)
 
-    is_logged = is_log_due(run) or report.asks.log
-    tell_step(
-        run,
-        place,
-        loss=report.loss,
-        grad_norm=report.grad_norm,
-        lr=lr,
-        num_items=report.num_items,
-        num_samples=report.num_samples,
-        digest=report.digest,
-        is_logged=is_logged,
-        is_last=report.asks.interrupt or run.has_ended(),
-        micro_batches=batch.plan,
-    )
+    is_logged, is_last = is_log_due(run) or report.asks.log, report.asks.interrupt or run.has_ended()
+    tell_step(run, place, report, lr=lr, is_logged=is_logged, is_last=is_last, micro_batches=batch.plan)
     strategy.clear_gradient()
     values = {"train/loss_step": report.loss, "train/lr": lr, "train/grad_norm": report.grad_norm}
     if is_logged:
@@ -94,12 +82,14 @@ def take_step(run: Run, batch: StepBatch) -> None:
 def skip_step(run: Run) -> None:
     """Take no step, as ``train.skip`` says, and evaluate and save if it is time to. Its loss is in no line. Collective."""
     place = run.state.advance()
-    tell_step(run, place, loss=None, is_last=run.has_ended())
+    tell_step(run, place, is_last=run.has_ended())
     finish_step(run)
 
 
-def tell_step(run: Run, place: tuple[int, int], **values: Any) -> None:
-    """Let callbacks hear of a step."""
+def tell_step(run: Run, place: tuple[int, int], report: StepReport | None = None, **values: Any) -> None:
+    """Let callbacks hear of a step; without a report, of one that was skipped."""
+    if report is not None:
+        values |= {name: value for name, value in vars(report).items() if name != "asks"}
     step, epoch, seconds = run.state.step, run.epoch(), run.clock.lap()
     run.callbacks.tell("on_step", Step(step=step, epoch=epoch, seconds=seconds, place=place, wishes=run.wishes, **values))
 
@@ -176,7 +166,7 @@ def grant(run: Run, asks: Asks) -> None:
 def is_log_due(run: Run) -> bool:
     """Say whether ``train.log_every`` asks for a record of this step."""
     step = run.state.step
-    return step in (1, run.num_steps) or run.recipe.train.log_interval.falls_on(step, run.plan.num_steps)
+    return step == 1 or run.has_ended() or run.recipe.train.log_interval.falls_on(step, run.plan.num_steps)
 
 
 def stop_unless_finite(run: Run, batch: StepBatch, report: StepReport) -> None:

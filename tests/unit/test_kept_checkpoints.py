@@ -58,7 +58,8 @@ def test_checkpoints_on_disk_are_thinned_out_but_never_the_best(tmp_path):
 def test_a_plan_counts_them(kept, count):
     """Besides those that are kept, the best one and the one being written; for doubling, two more, as their number varies."""
     planned = SimpleNamespace(evaluations=[], checkpoints=[*range(4, 101, 4)])
-    recipe = Recipe.load("yelp_demo", f"checkpoint.{kept}")
-    assert disk(recipe, planned, 10, 20, 10).checkpoints == count
+    recipe, model = Recipe.load("yelp_demo", f"checkpoint.{kept}"), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert disk(recipe, planned, model, optimizer).checkpoints == count
     evaluated = SimpleNamespace(evaluations=planned.checkpoints, checkpoints=[100])
-    assert disk(recipe, evaluated, 10, 20, 10).checkpoints == count, "Each evaluation may be the best so far, and be kept."
+    assert disk(recipe, evaluated, model, optimizer).checkpoints == count, "Each evaluation may be the best so far, and be kept."
