@@ -126,13 +126,10 @@ def explain_write_errors(path: Path) -> Iterator[None]:
 
 
 class GrowingFile:
-    """A file that grows with a run. What a full disk does not take waits in memory, and is written before what comes later.
-
-    May be used from several threads.
-    """
+    """A file that grows with a run. What a full disk refuses waits in memory until there is room. Several threads may use it."""
 
     def __init__(self, path: Path, size: int | None = None):
-        """Append to a file; ``size``: to its first so many bytes."""
+        """Open a file to append to it; with ``size``, cut it to this many bytes first."""
         self.path = path
         self._lock, self._waiting = Lock(), b""
         self._file = path.open("ab", buffering=0)
@@ -140,7 +137,7 @@ class GrowingFile:
             self._file.truncate(size)
 
     def append(self, data: bytes) -> None:
-        """Write, or wait for room on the disk. Raises TrainingError if anything else is wrong."""
+        """Write, or keep the data in memory if the disk is full. Raises TrainingError if anything else is wrong."""
         with self._lock, explain_write_errors(self.path):
             self._waiting += data
             try:
@@ -150,7 +147,7 @@ class GrowingFile:
                     raise
 
     def _write(self) -> None:
-        while self._waiting:  # a disk that fills up takes a part
+        while self._waiting:  # a disk that is filling up accepts a part
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def flush(self) -> None:
@@ -160,7 +157,7 @@ class GrowingFile:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Write what waits, and close. Raises TrainingError if there is still no room."""
+        """Write what is waiting, and close. Raises TrainingError if there is still no room."""
         with self._lock, explain_write_errors(self.path), self._file:
             self._write()
 

@@ -83,7 +83,7 @@ def verify(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Turn what a file system refuses, such as permission, into a BrokenCheckpoint that is skipped with a word."""
+    """Turn errors of the file system, such as a missing permission, into a BrokenCheckpoint, which is skipped with a notice."""
     try:
         yield
     except OSError as error:

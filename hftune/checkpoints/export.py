@@ -111,13 +111,13 @@ def read_about(directory: Path) -> dict[str, Any]:
 
 
 def readable(directory: Path) -> Path:
-    """Return the path of a model; between the two renames, or after a kill there, it has a different one. Changes nothing."""
+    """Return the path of a model: of the earlier one, if a kill came between the two renames of ``export``. Changes nothing."""
     earlier = set_aside(directory)
     return earlier if not directory.exists() and earlier.is_dir() else directory
 
 
 def read(directory: Path, load: Callable[[Path], Any]) -> Any:
-    """Load a model that a run may replace at any moment. Try again if it was replaced meanwhile: its files belong together."""
+    """Load a model that a run may replace at any moment. Try again if it was replaced meanwhile, so that its files match."""
     for attempt in range(1, TRIES + 1):
         path = readable(directory)
         before = _identity(path)

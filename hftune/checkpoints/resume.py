@@ -214,7 +214,7 @@ def check_skip(checkpoint: Checkpoint, old: Sequence[int], new: Sequence[int]) -
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two values say the same. A key that an older hftune did not have yet is None, and may now be empty."""
+    """Return whether two values say the same. A key that a task did not have before is None, and may now be empty."""
     return one == other or (one in (None, []) and other in (None, []))
 
 

@@ -25,10 +25,10 @@ NAME = "ledger.jsonl"
 FORMAT = 2
 """The format of the lines that are written, and the only one that can be read."""
 AWAY_S = 2.0
-"""Between two lines, after which a later round of the job may have taken over the file; by a clock that goes on in a suspended
-machine."""
+"""After this many seconds without a line, check whether another process has taken over the file. By the wall clock, which goes on
+while a machine is suspended."""
 NOTHING = "0" * 64
-"""Stands for the line before the first one."""
+"""The hash of the line before the first one, which does not exist."""
 KEYS = {
     "after_step": {"world_size", "plan"},
     "step": {"epoch", "step_in_epoch"},
