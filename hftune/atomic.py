@@ -126,7 +126,7 @@ def explain_write_errors(path: Path) -> Iterator[None]:
 
 
 class GrowingFile:
-    """A file that grows with a run. What a full disk refuses waits in memory until there is room. Several threads may use it."""
+    """A file that grows with a run. What a full disk refuses waits in memory until there is room. Safe in several threads."""
 
     def __init__(self, path: Path, size: int | None = None):
         """Open a file to append to it; with ``size``, cut it to this many bytes first."""

@@ -25,8 +25,8 @@ NAME = "ledger.jsonl"
 FORMAT = 2
 """The format of the lines that are written, and the only one that can be read."""
 AWAY_S = 2.0
-"""After this many seconds without a line, check whether another process has taken over the file. By the wall clock, which goes on
-while a machine is suspended."""
+"""After this many seconds without a line, check whether another process has taken over the file. By the wall clock, which
+goes on while a machine is suspended."""
 NOTHING = "0" * 64
 """The hash of the line before the first one, which does not exist."""
 KEYS = {
