@@ -23,7 +23,6 @@ from hftune import ConfigError, Recipe, TrainingError, load_model, train
 from hftune.checkpoints.output_dir import TrainResult
 from hftune.config.recipe import flat
 from hftune.errors import Interrupted
-from hftune.tracking import tracker as tracking
 from hftune.tracking.console import short
 from hftune.tracking.tracker import Tracker
 from tests.support.runs import DATA, TINY, Run, train_on
@@ -372,13 +371,6 @@ def test_server_that_does_not_answer_is_refused_before_anything_is_loaded(monkey
     assert not Path("outputs/refused/recipe.yaml").exists()
 
 
-def test_missing_package_is_named_with_the_extra(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError) as caught:
-        train(points())
-    assert str(caught.value) == 'track.with=mlflow needs a package that is not installed: pip install "hftune[mlflow]".'
-
-
 @pytest.fixture
 def server(tmp_path):
     """A tracking server on this machine, as the process and its address."""
@@ -497,24 +489,3 @@ def test_a_server_that_hangs_holds_up_neither_a_step_nor_the_end(hangs_at, tmp_p
         assert history(run, "train/loss") == [(1, 1.0), (2, 0.5), (3, 1 / 3)] and history(run, "best/step")
     lane.backend._monitor.finish()
     answering.set_terminated(lane.backend.run_id)
-
-
-def test_folder_with_the_name_of_a_package_is_not_taken_for_it(tmp_path, monkeypatch):
-    (tmp_path / "tensorboard").mkdir()
-    real = tracking.importlib.util.find_spec
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "tensorboard", raising=False)
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert real("tensorboard") is not None
-    with pytest.raises(ConfigError) as caught:
-        tracking.check_trackers(Recipe.load("yelp_demo", "track.with=[tensorboard]"))
-    assert str(caught.value) == (
-        'track.with=tensorboard needs a package that is not installed: pip install "hftune[tensorboard]".'
-    )
-
-
-def test_package_that_is_no_extra_is_named_alone(monkeypatch):
-    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError) as caught:
-        tracking.check_trackers(Recipe.load("yelp_demo", "track.with=[wandb]"))
-    assert str(caught.value) == "track.with=wandb needs a package that is not installed: pip install wandb."

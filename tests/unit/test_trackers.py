@@ -20,7 +20,7 @@ from hftune.distributed.rounds import FOLDER, ROUND, AgentFolder, Over
 from hftune.tracking import lane
 from hftune.tracking import tracker as tracking
 from hftune.tracking.jsonl import read_lines
-from hftune.tracking.tracker import TRACKERS, Tracker, check_trackers, tracker_class
+from hftune.tracking.tracker import TRACKERS, Tracker, check_trackers
 from tests.support.tasks import Tagging
 
 
@@ -226,12 +226,6 @@ def test_a_class_that_is_no_tracker_is_refused_before_anything_is_loaded():
     assert str(caught.value) == "track.with=tests.support.tasks.Net is not a subclass of hftune.TrackerBackend."
 
 
-@pytest.mark.parametrize("name", ("wandb", "mlflow", "tensorboard"))
-def test_each_bare_name_is_a_tracker(name):
-    pytest.importorskip(name)
-    assert issubclass(tracker_class(name), TrackerBackend)
-
-
 def scalar(title, series, value):
     return call.Task.init().get_logger().report_scalar(title=title, series=series, value=value, iteration=2)
 
@@ -342,11 +336,28 @@ def test_a_tracker_that_does_not_start_ends_a_run_that_begins_but_not_a_job_that
     assert capsys.readouterr().out == ""
 
 
-def test_a_missing_package_is_named_as_pip_names_it(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("comet_ml", "comet-ml"), ("wandb", "wandb"), ("mlflow", '"hftune[mlflow]"'), ("tensorboard", '"hftune[tensorboard]"')],
+)
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_a_missing_package_is_named_as_pip_names_it(name, package, has_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleSpec(name, None) if has_folder else None)
     with pytest.raises(ConfigError) as caught:
-        check_trackers(Recipe(task=Tagging(), track=TrackConfig(with_=["comet_ml"])))
-    assert str(caught.value) == "track.with=comet_ml needs a package that is not installed: pip install comet-ml."
+        check_trackers(Recipe(task=Tagging(), track=TrackConfig(with_=[name])))
+    assert str(caught.value) == f"track.with={name} needs a package that is not installed: pip install {package}."
+
+
+def test_tracking_a_step_costs_less_than_half_a_millisecond(tmp_path):
+    tracker = opened(tmp_path, "Remembers")
+    some = {f"train/value_{index}": 0.5 for index in range(10)}
+    fastest = math.inf
+    for first in range(1, 201, 50):  # the best of several: a machine that is busy with other things slows this thread, too
+        began = time.thread_time()
+        for step in range(first, first + 50):
+            tracker.log(step, None, some)
+        fastest = min(fastest, (time.thread_time() - began) / 50)
+    assert fastest < 0.5e-3 and len(calls(tracker, "Remembers")) == 201
 
 
 def test_tensorboard_shows_tables_images_by_name_and_the_best_value(tmp_path):
