@@ -62,7 +62,7 @@ def tracked(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[tuple[Tracker,
         raise ConfigError(f"--track: {recipe.output_dir} cannot be written: {error.strerror}.") from error
     tracker = Tracker(recipe)
     try:
-        tracker.start(recipe, 0, False, {}, facts)
+        tracker.start(0, facts)
         yield tracker, folder
     except BaseException as error:
         tracker.on_failure(Failure(reason=f"{type(error).__name__}: {error}", is_interruption=False))

@@ -17,6 +17,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from hftune.errors import ConfigError
 from hftune.secrecy import without_secrets
 from hftune.tracking.backend import EarlierRun, TrackerBackend
 from hftune.tracking.console import note, warning
@@ -48,8 +49,17 @@ class Lane:
         self._has_failed, self._warned, self._is_watched = False, set[str](), False
 
     def start(self, config: Mapping[str, Any], earlier: EarlierRun) -> None:
-        """Start the tracker in this thread, and raise what it raises."""
-        self.backend.start(config, earlier)
+        """Start the tracker in this thread.
+
+        Raises:
+            ConfigError: it does not start.
+        """
+        try:
+            self.backend.start(config, earlier)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a tracker's package raises
+            raise ConfigError(f"track.with={self.name} does not start: {reason(error)}.") from error
         self._is_watched = self.backend.url is not None and answers(self.backend.url)
         threading.Thread(target=self._run, name=f"hftune {self.name}", daemon=True).start()
 

@@ -63,17 +63,6 @@ def tracking_uri() -> str:
     return mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else f"sqlite:///{STORE.resolve()}"
 
 
-def check_mlflow() -> None:
-    """Check that the store answers.
-
-    Raises:
-        ConfigError: it does not answer within ten seconds, or refuses.
-    """
-    prepare_mlflow()
-    with named_where_it_refuses(tracking_uri()):
-        _connect(tracking_uri()).search_experiments(max_results=1)
-
-
 def _connect(uri: str) -> MlflowClient:
     from mlflow import MlflowClient
 
@@ -84,33 +73,24 @@ def _connect(uri: str) -> MlflowClient:
 
 @contextmanager
 def named_where_it_refuses(uri: str) -> Iterator[None]:
-    """Wait for the store only briefly, and say what to do if it fails.
+    """Wait for the store ten seconds at most, while a run waits to begin, and say what to do if it fails.
+
+    The user's own settings win. Later MLflow tries for minutes, as it should: it has a thread of its own then.
 
     Raises:
         ConfigError: the block could not reach the store, or was refused.
     """
     from mlflow.exceptions import MlflowException
 
+    ours = {name: value for name, value in PATIENCE.items() if name not in os.environ}
+    os.environ.update(ours)
     try:
-        with briefly():
-            yield
+        yield
     except (MlflowException, OSError) as error:
         raise ConfigError(
             f"track.with=mlflow: {without_secrets(uri)} cannot be used: {reason(error)}. Start that server, or set "
             f"MLFLOW_TRACKING_URI to a different one; without it, runs are kept in {STORE}."
         ) from error
-
-
-@contextmanager
-def briefly() -> Iterator[None]:
-    """Let requests fail within ten seconds, unless the user has set this, while a run waits to begin.
-
-    Otherwise MLflow retries for minutes, as it should: see ``hftune.tracking.lane``.
-    """
-    ours = {name: value for name, value in PATIENCE.items() if name not in os.environ}
-    os.environ.update(ours)
-    try:
-        yield
     finally:
         for name in ours:
             del os.environ[name]
@@ -141,7 +121,9 @@ class MlflowRun(TrackerBackend):
         name = recipe.track.register or ""
         if wrong := re.search("[/:]", name):
             raise ConfigError(f"track.register={name}: MLflow does not allow {wrong[0]} in a model's name. Use - or _.")
-        check_mlflow()
+        prepare_mlflow()
+        with named_where_it_refuses(tracking_uri()):
+            _connect(tracking_uri()).search_experiments(max_results=1)
 
     def start(self, config: Mapping[str, Any], earlier: EarlierRun) -> None:
         """Create the run, or reopen the earlier one if the store has it; send the lines of metrics.jsonl that it lacks.

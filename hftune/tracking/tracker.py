@@ -21,7 +21,7 @@ from hftune.errors import ConfigError
 from hftune.tracking.backend import EarlierRun, Status, TrackerBackend
 from hftune.tracking.console import is_number, warning
 from hftune.tracking.jsonl import finite, json_line, line_file, read_lines
-from hftune.tracking.lane import Lane, reason
+from hftune.tracking.lane import Lane
 from hftune.tracking.summary import describe_best
 
 TRACKERS = {
@@ -88,7 +88,9 @@ class Tracker(Callback):
     Its methods are called on the main process only.
 
     Args:
-        run_ids, is_evaluated, must_start: see ``start``, which ``on_begin`` calls with them.
+        run_ids: of the trackers' runs that are continued; see ``run_ids``.
+        is_evaluated: whether the evaluation of the step to resume from was made; if not, one that was logged is dropped.
+        must_start: an error if a tracker does not start. Else a warning: an elastic job that trains goes on without it.
         later: takes what may last for hours, such as an upload, or fail: closing the trackers, once everything is saved.
     """
 
@@ -102,17 +104,14 @@ class Tracker(Callback):
         must_start: bool = True,
         later: Callable[[Callable[[], None]], None] = lambda close: close(),
     ):
-        self._later = later
-        self._begins_with = is_evaluated, run_ids or {}, must_start
         self.path = Path(recipe.output_dir) / "metrics.jsonl"
         self.recipe, self.name = recipe, recipe.track.run_name or recipe.recipe
+        self._earlier, self._is_evaluated, self._must_start, self._later = run_ids or {}, is_evaluated, must_start, later
         self._lanes: list[Lane] = []
         self._best: tuple[int, str, float] | None = None
-        self._earlier: Mapping[str, str] = {}
 
     def on_begin(self, begin: Begin) -> None:
-        is_evaluated, run_ids, must_start = self._begins_with
-        self.start(begin.recipe, begin.step, is_evaluated, run_ids, begin.facts, must_start)
+        self.start(begin.step, begin.facts)
 
     def on_log(self, log: Log) -> None:
         self.log(log.step, log.epoch, log.values)
@@ -142,49 +141,30 @@ class Tracker(Callback):
         """Wait until metrics.jsonl is on the disk. Raises OSError if there is no room for it."""
         self.file.flush()
 
-    def start(
-        self,
-        recipe: Recipe,
-        step: int,
-        is_evaluated: bool,
-        run_ids: Mapping[str, str],
-        facts: Mapping[str, Any],
-        must_start: bool = True,
-    ) -> None:
+    def start(self, step: int, facts: Mapping[str, Any]) -> None:
         """Open metrics.jsonl and the trackers.
 
         Args:
             step: after which training resumes; lines of later steps are dropped, and those of a test, which the end makes.
-            is_evaluated: whether that step's evaluation was made; if not, one that was logged is dropped, too.
-            run_ids: of the trackers' runs that are continued; see ``run_ids``.
             facts: of run.json, which join the recipe in the trackers' configuration.
-            must_start: an error if a tracker does not start. Else a warning: an elastic job that trains goes on without it.
 
         Raises:
             ConfigError: a tracker does not start.
         """
         lines = read_lines(self.path) if step else []
-        last = {False: step, True: step if is_evaluated else step - 1}  # by whether a line is of an evaluation
+        last = {False: step, True: step if self._is_evaluated else step - 1}  # by whether a line is of an evaluation
         lines = [line for line in lines if line["step"] <= last["eval/loss" in line] and "test/loss" not in line]
         self.file = line_file(self.path, lines)
-        self._earlier, config = run_ids, {**recipe.to_dict(), "run": dict(facts)}
-        for name in recipe.track.with_:
+        config = {**self.recipe.to_dict(), "run": dict(facts)}
+        for name in self.recipe.track.with_:
             try:
-                lane = Lane(name, tracker_class(name)(recipe), self.path.parent)
-                self._start(lane, config, EarlierRun(step, run_ids.get(name), lines))
+                lane = Lane(name, tracker_class(name)(self.recipe), self.path.parent)
+                lane.start(config, EarlierRun(step, self._earlier.get(name), lines))
+                self._lanes.append(lane)
             except ConfigError as error:
-                if must_start:
+                if self._must_start:
                     raise
                 print(warning(f"{error} It gets nothing more; {self.path} has everything."), flush=True)
-
-    def _start(self, lane: Lane, config: dict[str, Any], earlier: EarlierRun) -> None:
-        try:
-            lane.start(config, earlier)
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever a tracker's package raises
-            raise ConfigError(f"track.with={lane.name} does not start: {reason(error)}.") from error
-        self._lanes.append(lane)
 
     def log(self, step: int, epoch: float | None, values: Mapping[str, Any]) -> None:
         """Record values of one step. What is not finite becomes null.

@@ -459,7 +459,7 @@ def test_a_server_that_hangs_holds_up_neither_a_step_nor_the_end(hangs_at, tmp_p
     (tmp_path / "hung").mkdir()
     recipe = points(f"output_dir={tmp_path}/hung", f"track.project=hung with {hangs_at}")
     tracker = Tracker(recipe)
-    tracker.start(recipe, 0, False, {}, {})
+    tracker.start(0, {})
     (lane,) = tracker._lanes
     answering = lane.backend.client
     if hangs_at == "models":

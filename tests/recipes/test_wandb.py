@@ -205,7 +205,7 @@ def test_server_that_hangs_holds_up_neither_a_step_nor_an_interruption(server, t
     recipe = Recipe.load("yelp_demo", "track.with=[wandb]", f"output_dir={tmp_path}/out")
     (tmp_path / "out").mkdir()
     tracker = Tracker(recipe)
-    tracker.start(recipe, 0, False, {}, FACTS)
+    tracker.start(0, FACTS)
     server.late_s = 30.0
     began = time.monotonic()
     tracker.log(1, None, {"train/loss": 2.0})

@@ -78,8 +78,8 @@ class DoesNotStart(TrackerBackend):
 
 def opened(folder, *names, step=0, run_ids=None):
     recipe = Recipe(task=Tagging(), output_dir=str(folder), track=TrackConfig(with_=[f"{__name__}.{name}" for name in names]))
-    tracker = Tracker(recipe)
-    tracker.start(recipe, step, False, run_ids or {}, {})
+    tracker = Tracker(recipe, run_ids)
+    tracker.start(step, {})
     return tracker
 
 
@@ -291,7 +291,7 @@ def test_a_tracker_that_accelerate_knows_gets_numbers_and_what_it_has_a_place_fo
     track = TrackConfig(with_=[name], tags=["small"])
     recipe = Recipe(task=Tagging(), output_dir=str(tmp_path), track=track)
     tracker = Tracker(recipe)
-    tracker.start(recipe, 0, False, {}, {"processes": 2})
+    tracker.start(0, {"processes": 2})
     tracker.log(2, 0.5, {"train/loss": 2.0})
     tracker.log(2, 0.5, {"eval/accuracy": 0.9})
     tracker.log_confusion_matrix(2, [[1, 0], [0, 2]], ["cat", "dog"])
@@ -310,7 +310,7 @@ def test_a_resumed_run_at_such_a_tracker_is_a_new_one_with_the_earlier_steps(tmp
     recipe = Recipe(task=Tagging(), output_dir=str(tmp_path), track=TrackConfig(with_=["trackio"]))
     for step in (0, 1):
         tracker = Tracker(recipe)
-        tracker.start(recipe, step, False, tracker.run_ids(), {})
+        tracker.start(step, {})
         package.reset_mock() if step == 0 else None
         tracker.log(step + 1, step + 1.0, {"train/loss": 2.0 - step, "eval/none": float("nan")})
         tracker.on_failure(Failure(reason="SIGTERM", is_interruption=True))
@@ -324,9 +324,9 @@ def test_a_tracker_that_does_not_start_ends_a_run_that_begins_but_not_a_job_that
     stand_in("trackio").init.side_effect = OSError("no route to host")
     recipe = Recipe(task=Tagging(), output_dir=str(tmp_path), track=TrackConfig(with_=["trackio"]))
     with pytest.raises(ConfigError, match="no route to host"):
-        Tracker(recipe).start(recipe, 0, False, {}, {})
-    tracker = Tracker(recipe)
-    tracker.start(recipe, 1, False, {"trackio": "abc"}, {}, must_start=False)
+        Tracker(recipe).start(0, {})
+    tracker = Tracker(recipe, {"trackio": "abc"}, must_start=False)
+    tracker.start(1, {})
     assert (
         "warning: track.with=trackio does not start: OSError: no route to host. It gets nothing more" in capsys.readouterr().out
     )
@@ -364,8 +364,8 @@ def test_tensorboard_shows_tables_images_by_name_and_the_best_value(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     recipe = Recipe(task=Tagging(), output_dir=str(tmp_path), track=TrackConfig(with_=["tensorboard"], notes="A *try*."))
     for step in (0, 1):  # the second time resumed from step 1, after a kill in step 2
-        tracker = Tracker(recipe)
-        tracker.start(recipe, step, True, {}, {})
+        tracker = Tracker(recipe, is_evaluated=True)
+        tracker.start(step, {})
         for later in range(step + 1, 3):
             tracker.log(later, 0.5, {"train/loss": 2.0 + step})
             tracker.log_predictions(later, [{"text": "a|b", "error": 0.912345}])
