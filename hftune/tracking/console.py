@@ -29,7 +29,7 @@ from hftune.secrecy import without_secrets
 
 REDRAW_S = 0.25
 """At least between two drawings of the progress bar."""
-SHORTEST_BAR, LONGEST_BAR = 10, 20
+MIN_BAR, MAX_BAR = 10, 20
 """Columns of the bar alone."""
 ERASE_LINE = "\r\x1b[2K"
 SHOWN = ("loss", "lr", "grad_norm", "samples_per_s", "tokens_per_s")
@@ -49,6 +49,8 @@ class Console(Callback):
         metric: of an evaluation, to show in the bar.
     """
 
+    must_not_fail = True
+
     def __init__(self, enabled: bool, num_steps: int, step: int = 0, metric: str = "loss"):
         self.enabled, self.num_steps, self.step, self.metric = enabled, num_steps, step, metric
         self._widths = {"lr": len("1.00e-05")}
@@ -57,56 +59,19 @@ class Console(Callback):
         self._loss, self._speed, self._evaluation = "", "", Text()
         self._bar = Bar(sys.stderr) if enabled and is_terminal(sys.stderr) else None
 
-    must_not_fail = True
-
-    def on_begin(self, begin: Begin) -> None:
-        self.start()
-
-    def on_step(self, step: Step) -> None:
-        self.advance(step.step, step.loss)
-
-    def on_log(self, log: Log) -> None:
-        if "train/lr" in log.values:  # not what an evaluation or a callback has logged
-            self.logged(log.step, log.epoch, log.values)
-
-    def on_evaluation(self, evaluation: EvaluationDone) -> None:
-        best, best_step = (evaluation.best, evaluation.best_step or 0) if evaluation.split == "eval" else (None, 0)
-        self.evaluated(evaluation.step, evaluation.epoch, evaluation.metrics, best, best_step)
-        self.samples(evaluation.samples)
-
-    def on_checkpoint(self, checkpoint: CheckpointDone) -> None:
-        if checkpoint.failure is not None:
-            self.line(warning(checkpoint.failure))
-
-    def on_end(self, end: End) -> None:
-        self.close()
-
-    def on_failure(self, failure: Failure) -> None:
-        self.close()
-
-    def start(self) -> None:
+    def on_begin(self, begin: Begin | None = None) -> None:
         """Draw the bar, which stays below all that is printed until ``close``."""
         if self._bar is not None:
             self._bar.open()
             self._draw(now=True)
 
-    def close(self) -> None:
-        """Remove the bar. Any thread may call it, and more than once."""
-        if self._bar is not None:
-            self._bar.close()
-
-    def line(self, text: str) -> None:
-        """Print a line."""
-        if self.enabled:
-            print(text, flush=True)
-
-    def advance(self, step: int, loss: float | None = None) -> None:
-        """Note that a step was made, or left out, without a loss."""
-        self.step, self._scored = step, None
+    def on_step(self, step: Step) -> None:
+        """Note that a step was made, or skipped, without a loss."""
+        self.step, self._scored = step.step, None
         if self._timed_from is None:  # the first step may take far longer than those that follow
-            self._timed_from = step, time.monotonic()
+            self._timed_from = step.step, time.monotonic()
         if self._bar is not None:
-            self._loss = self._loss if loss is None else f"loss {short(loss)}"
+            self._loss = self._loss if step.loss is None else f"loss {short(step.loss)}"
             self._draw()
 
     def scored(self, count: int, total: int) -> None:
@@ -114,39 +79,52 @@ class Console(Callback):
         self._scored = count, total
         self._draw(now=count in (1, total))
 
-    def logged(self, step: int, epoch: float, values: Mapping[str, Any]) -> None:
-        """Show what was logged at a step of training."""
-        numbers = {name.partition("/")[2]: value for name, value in values.items() if is_number(value)}
+    def on_log(self, log: Log) -> None:
+        """Show what was logged at a step of training; not what an evaluation or a callback has logged."""
+        if "train/lr" not in log.values:
+            return
+        numbers = {name.partition("/")[2]: value for name, value in log.values.items() if is_number(value)}
         if "samples_per_s" in numbers:
             self._speed = f"{short(numbers['samples_per_s'])} samples/s"
         if self._bar is None:
             cells = [self._cell(name, numbers[name]) for name in SHOWN if name in numbers]
-            self.line(join([*self._position(step, epoch), *cells, self._time_left()]))
+            self._line(join([*self._position(log.step, log.epoch), *cells, self._time_left()]))
 
-    def evaluated(
-        self, step: int, epoch: float, metrics: Mapping[str, Any], best: float | None = None, best_step: int = 0
-    ) -> None:
-        """Print an evaluation. Without ``best``, it is the one on the test split."""
+    def on_evaluation(self, evaluation: EvaluationDone) -> None:
+        """Print an evaluation, and a few predictions, each as a small table."""
         self._scored, remark = None, ""
-        if best is not None:
-            is_best = step == best_step
-            remark = "best so far" if is_best else f"best {short(best)} at step {best_step}"
-            found = f"eval {self.metric} {short(metrics[self.metric])}"
-            self._evaluation = Text(f"{found}, the best", "green") if is_best else Text(f"{found}, best {short(best)}")
-        cells = [self._cell(name, value) for name, value in metrics.items() if is_number(value)]
-        kind = "test" if best is None else "eval"
-        self.line(fold([*self._position(step, epoch), kind, *cells, remark], self._columns()))
+        if evaluation.split == "eval" and evaluation.best is not None:
+            best, value = short(evaluation.best), short(evaluation.metrics[self.metric])
+            remark = "best so far" if evaluation.is_best else f"best {best} at step {evaluation.best_step}"
+            found = f"eval {self.metric} {value}"
+            self._evaluation = Text(f"{found}, the best", "green") if evaluation.is_best else Text(f"{found}, best {best}")
+        cells = [self._cell(name, value) for name, value in evaluation.metrics.items() if is_number(value)]
+        position = self._position(evaluation.step, evaluation.epoch)
+        self._line(fold([*position, evaluation.split, *cells, remark], self._columns()))
+        for sample in filter(None, evaluation.samples):
+            width = max(20, min(SAMPLE_WIDTH, self._columns() - max(map(len, sample)) - 4))
+            row = {name: short(value) if is_number(value) else one_line(str(value), width) for name, value in sample.items()}
+            self._line("  " + table(row).lstrip() + "\n")
         self._draw(now=True)
 
-    def samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Print a few predictions, each as a small table."""
-        for sample in samples:
-            if sample:
-                width = max(20, min(SAMPLE_WIDTH, self._columns() - max(map(len, sample)) - 4))
-                row = {
-                    name: short(value) if is_number(value) else one_line(str(value), width) for name, value in sample.items()
-                }
-                self.line("  " + table(row).lstrip() + "\n")
+    def on_checkpoint(self, checkpoint: CheckpointDone) -> None:
+        if checkpoint.failure is not None:
+            self._line(warning(checkpoint.failure))
+
+    def on_end(self, end: End) -> None:
+        self.close()
+
+    def on_failure(self, failure: Failure) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the bar. Any thread may call it, and more than once."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _line(self, text: str) -> None:
+        if self.enabled:
+            print(text, flush=True)
 
     def _position(self, step: int, epoch: float) -> list[str]:
         total = f"step {self.num_steps}/{self.num_steps}"
@@ -226,7 +204,7 @@ class Bar:
 
     def _render(self, label: str, count: int, total: int, cells: Iterable[Text]) -> str:
         width = self.width - 1  # a full last column makes some terminals begin a line
-        room, kept = width - len(label) - 2 - SHORTEST_BAR, []
+        room, kept = width - len(label) - 2 - MIN_BAR, []
         if room < 0:
             return label[:width]
         for cell in filter(None, cells):
@@ -234,7 +212,7 @@ class Bar:
                 break
             room -= cell.cell_len + 2
             kept.append(cell)
-        length = min(SHORTEST_BAR + room, LONGEST_BAR)
+        length = min(MIN_BAR + room, MAX_BAR)
         grid = Table.grid(padding=(0, 2))
         grid.add_row(Text(label), ProgressBar(total, count, width=length, complete_style="cyan", finished_style="cyan"), *kept)
         with self._terminal.capture() as capture:

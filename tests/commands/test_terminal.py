@@ -12,15 +12,16 @@ import sys, time
 from pathlib import Path
 from hftune import run
 from hftune.tracking.console import Console
+from tests.support.events import evaluated, step_taken
 
 run.outlive_readers()
 console = Console(True, 40, metric="accuracy")
-console.start()
+console.on_begin()
 for step in range(1, 41):
-    console.advance(step, 1.0 / step)
+    console.on_step(step_taken(step, loss=1.0 / step))
     if step == 20:
         console.scored(1, 2)
-        console.evaluated(20, 0.5, {"loss": 0.1, "accuracy": 0.75}, 0.75, 20)
+        console.on_evaluation(evaluated(20, 0.5, {"loss": 0.1, "accuracy": 0.75}, best=0.75, best_step=20))
         print("from a library")
     time.sleep(0.03)
 console.close()

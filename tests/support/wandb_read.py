@@ -48,39 +48,20 @@ def enter(values: dict[str, Any], items: Any) -> None:
 def read(path: Path) -> dict[str, Any]:
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found: dict[str, Any] = {
-        "history": [],
-        "config": {},
-        "summary": {},
-        "metrics": {},
-        "artifacts": [],
-        "alerts": [],
-        "files": [],
-        "stats": 0,
-        "preempting": False,
-        "exit_code": None,
-        "run": None,
-        "rewind": None,
-    }
-
+    found: dict[str, Any] = {name: [] for name in ("history", "artifacts", "alerts")}
+    found |= {name: {} for name in ("config", "summary", "metrics")} | {"preempting": False, "exit_code": None, "run": None}
     for payload in payloads(path):
         record = Record()
         record.ParseFromString(payload)
         kind = record.WhichOneof("record_type")
         if kind == "run":
             run = record.run
-            found["run"] = {
-                "id": run.run_id,
-                "project": run.project,
-                "name": run.display_name,
-                "group": run.run_group,
-                "job_type": run.job_type,
+            names = {"id": "run_id", "project": "project", "name": "display_name", "group": "run_group", "job_type": "job_type"}
+            found["run"] = {name: getattr(run, own) for name, own in names.items()} | {
                 "tags": list(run.tags),
                 "notes": run.notes,
             }
             enter(found["config"], run.config.update)
-            if run.HasField("branch_point"):  # of resume_from and fork_from
-                found["rewind"] = (run.branch_point.run, run.branch_point.value)
         elif kind == "config":
             enter(found["config"], record.config.update)
         elif kind == "history":
@@ -90,35 +71,15 @@ def read(path: Path) -> dict[str, Any]:
             enter(found["summary"], record.summary.update)
         elif kind == "metric":
             m = record.metric
-            wanted = [f.name for f, on in m.summary.ListFields() if on is True]
-            found["metrics"][m.name or m.glob_name] = {"step": m.step_metric, "summary": wanted, "hidden": m.options.hidden}
+            found["metrics"][m.name or m.glob_name] = {"hidden": m.options.hidden}
         elif kind == "artifact":
             a = record.artifact
-            found["artifacts"].append(
-                {
-                    "name": a.name,
-                    "type": a.type,
-                    "aliases": list(a.aliases),
-                    "metadata": json.loads(a.metadata or "{}"),
-                    "files": {e.path: e.size for e in a.manifest.contents},
-                }
-            )
+            about = {"name": a.name, "type": a.type, "aliases": list(a.aliases), "metadata": json.loads(a.metadata or "{}")}
+            found["artifacts"].append({**about, "files": {e.path: e.size for e in a.manifest.contents}})
         elif kind == "alert":
             found["alerts"].append((record.alert.title, record.alert.text, record.alert.level))
-        elif kind == "files":
-            found["files"] += [f.path for f in record.files.files]
-        elif kind == "stats":
-            found["stats"] += 1
         elif kind == "preempting":
             found["preempting"] = True
         elif kind == "exit":
             found["exit_code"] = record.exit.exit_code
     return found
-
-
-if __name__ == "__main__":
-    import sys
-
-    for name in sys.argv[1:]:
-        for what, value in read(Path(name)).items():
-            print(what, str(value)[:300])

@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from hftune.tracking.console import Console, duration, fold, one_line, short, table
+from tests.support.events import evaluated, logged, step_taken
 
 
 class FakeTerminal(io.StringIO):
@@ -56,13 +57,13 @@ def train(console, seconds):
     """Twelve steps of two seconds, with evaluations of which the second is worse."""
     for step in range(1, 13):
         seconds[0] += 2
-        console.advance(step, 2.0 / step)
+        console.on_step(step_taken(step, loss=2.0 / step))
         if step in (1, 6, 12):
-            console.logged(step, step / 6, step_values(2.0 / step, lr=1e-3 / step**3, speed=1000.0 * step))
+            console.on_log(logged(step, step / 6, step_values(2.0 / step, lr=1e-3 / step**3, speed=1000.0 * step)))
         if step in (6, 12):
             accuracy = {6: 0.30000000000000004, 12: 0.25}[step]
             metrics = {"loss": 2.0 / step, "accuracy": accuracy, "confusion_matrix": [[1, 2]], "psnr": None}
-            console.evaluated(step, step / 6, metrics, best=0.3, best_step=6)
+            console.on_evaluation(evaluated(step, step / 6, metrics, best=0.3, best_step=6))
 
 
 def test_a_log_has_aligned_columns_with_few_digits_and_marks_the_best(capsys, seconds):
@@ -80,23 +81,22 @@ def test_time_left_is_that_of_this_process_after_a_resume(capsys, seconds):
     console = Console(True, 100, step=90)
     for step in (91, 92):
         seconds[0] += 60 if step == 91 else 3  # compiling, say
-        console.advance(step, 1.0)
-    console.logged(92, 1.0, step_values(1.0))
+        console.on_step(step_taken(step, loss=1.0))
+    console.on_log(logged(92, 1.0, step_values(1.0)))
     assert capsys.readouterr().out.endswith("  0:00:24 left\n")
 
 
 def test_the_test_split_has_its_own_line_and_no_best(capsys):
-    Console(True, 5).evaluated(5, 1.0, {"loss": 0.5, "accuracy": 1.0})
+    Console(True, 5).on_evaluation(evaluated(5, 1.0, {"loss": 0.5, "accuracy": 1.0}))
     assert capsys.readouterr().out == "step 5/5  epoch 1.00  test  loss 0.500  accuracy 1.000\n"
 
 
 def test_other_processes_say_nothing(capsys, open_terminal, seconds):
     terminal = open_terminal()
     console = Console(False, 12)
-    console.start()
+    console.on_begin()
     train(console, seconds)
     console.scored(1, 2)
-    console.samples([{"title": "x"}])
     console.close()
     assert terminal.getvalue() == "" == capsys.readouterr().out
 
@@ -104,7 +104,7 @@ def test_other_processes_say_nothing(capsys, open_terminal, seconds):
 def test_a_terminal_shows_evaluations_above_a_bar_that_shows_the_rest(open_terminal, seconds):
     terminal = open_terminal()
     console = Console(True, 12, metric="accuracy")
-    console.start()
+    console.on_begin()
     train(console, seconds)
     *lines, bar = terminal.screen
     assert lines == [
@@ -119,10 +119,10 @@ def test_a_terminal_shows_evaluations_above_a_bar_that_shows_the_rest(open_termi
 def test_bar_shows_time_left_and_what_an_evaluation_has_done(open_terminal, seconds):
     terminal = open_terminal()
     console = Console(True, 10)
-    console.start()
+    console.on_begin()
     for step in (1, 2, 3):
         seconds[0] += 2
-        console.advance(step, 1.0)
+        console.on_step(step_taken(step, loss=1.0))
     assert "  loss 1.000  0:00:14 left" in terminal.screen[-1]
     drawn = []
     for count in range(1, 5):
@@ -137,10 +137,10 @@ def test_bar_shows_time_left_and_what_an_evaluation_has_done(open_terminal, seco
 def test_bar_is_drawn_four_times_a_second_at_most(open_terminal, seconds):
     terminal = open_terminal()
     console = Console(True, 1000)
-    console.start()
+    console.on_begin()
     for step in range(1, 1001):
         seconds[0] += 0.001
-        console.advance(step, 1.0)
+        console.on_step(step_taken(step, loss=1.0))
     assert terminal.getvalue().count("\x1b[2K") <= 6
     console.close()
 
@@ -149,7 +149,7 @@ def test_bar_is_drawn_four_times_a_second_at_most(open_terminal, seconds):
 def test_bar_fits_into_any_terminal(columns, open_terminal, seconds):
     terminal = open_terminal(columns)
     console = Console(True, 12, metric="accuracy")
-    console.start()
+    console.on_begin()
     train(console, seconds)
     bar = terminal.screen[-1]
     assert (
@@ -162,11 +162,11 @@ def test_bar_fits_into_any_terminal(columns, open_terminal, seconds):
 def test_what_others_print_appears_above_the_bar_as_it_is(open_terminal, seconds):
     terminal = open_terminal()
     console = Console(True, 10)
-    console.start()
+    console.on_begin()
     print("data with [bold]brackets[/] :smile: 北京")
     print("half a line, ", end="", flush=True)
     seconds[0] += 1
-    console.advance(1, 1.0)  # would erase the half
+    console.on_step(step_taken(1, loss=1.0))  # would erase the half
     print("the rest", file=sys.stderr)
     sys.stderr.writelines(["one\n", "two\n"])
     assert terminal.screen[:-1] == ["data with [bold]brackets[/] :smile: 北京", "half a line, the rest", "one", "two"]
@@ -179,7 +179,7 @@ def test_only_a_terminal_is_given_the_bar(open_terminal, seconds, monkeypatch):
     log = io.StringIO()
     monkeypatch.setattr(sys, "stdout", log)  # hftune train ... > log
     console = Console(True, 12, metric="accuracy")
-    console.start()
+    console.on_begin()
     train(console, seconds)
     console.close()
     assert "\x1b" not in log.getvalue() and log.getvalue().count("eval") == 2
@@ -191,7 +191,7 @@ def test_terminals_without_colours_or_cursor_are_respected(variable, open_termin
     terminal = open_terminal(term="dumb" if variable == "TERM" else "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     console = Console(True, 12, metric="accuracy")
-    console.start()
+    console.on_begin()
     train(console, seconds)
     console.close()
     assert "\x1b" not in terminal.getvalue().replace("\x1b[2K", "" if variable == "NO_COLOR" else "?")
@@ -201,7 +201,7 @@ def test_terminals_without_colours_or_cursor_are_respected(variable, open_termin
 def test_worker_forked_while_the_bar_was_drawn_can_print(open_terminal, monkeypatch):
     terminal = open_terminal()
     console = Console(True, 10)
-    console.start()
+    console.on_begin()
     locked, done = threading.Event(), threading.Event()
 
     def hold():
@@ -223,7 +223,7 @@ def test_worker_forked_while_the_bar_was_drawn_can_print(open_terminal, monkeypa
 def test_closing_twice_or_from_another_thread_leaves_what_others_have_set(open_terminal):
     terminal = open_terminal()
     console = Console(True, 10)
-    console.start()
+    console.on_begin()
     kept = sys.stdout
     (thread := threading.Thread(target=console.close)).start()
     thread.join()
@@ -235,8 +235,8 @@ def test_closing_twice_or_from_another_thread_leaves_what_others_have_set(open_t
 def test_samples_fit_into_the_terminal(open_terminal):
     terminal = open_terminal(40)
     console = Console(True, 10)
-    console.samples([{"title": "北京大学的报告" * 10, "rouge": 0.30000000000000004}, {}])
-    assert terminal.screen == ["  title  " + "北京大学的报告" * 2 + "北…", "  rouge  0.300", "", ""]
+    console.on_evaluation(evaluated(1, 0.1, {}, samples=[{"title": "北京大学的报告" * 10, "rouge": 0.30000000000000004}, {}]))
+    assert terminal.screen[1:] == ["  title  " + "北京大学的报告" * 2 + "北…", "  rouge  0.300", "", ""]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from hftune.distributed.usage import Usage
 from hftune.strategies import step_times
 from hftune.strategies.step_times import StepTimes
 from hftune.tracking.console import Console
+from tests.support.events import logged
 
 CPU = torch.device("cpu")
 
@@ -168,5 +169,6 @@ def test_a_driver_that_hangs_holds_nobody_up(tmp_path, monkeypatch):
 
 
 def test_a_terminal_line_has_none_of_these_numbers(capsys):
-    Console(True, num_steps=5).logged(1, 0.5, {"train/loss": 0.5, "perf/host0/cpu_percent": 3.0, "perf/wait_share": 0.1})
-    assert capsys.readouterr().out == "step 1/5  epoch 0.50  loss 0.500\n"
+    values = {"train/loss": 0.5, "train/lr": 0.001, "perf/host0/cpu_percent": 3.0, "perf/wait_share": 0.1}
+    Console(True, num_steps=5).on_log(logged(1, 0.5, values))
+    assert capsys.readouterr().out == "step 1/5  epoch 0.50  loss 0.500  lr 0.00100\n"
