@@ -3,7 +3,7 @@
     with FakeWandb() as server:
         env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": FakeWandb.KEY, "WANDB_MODE": "online"}
         ...
-        run = server.runs["RUN_ID"]     # .history .events .log .summary .config .tags .group .state .exit_code .files
+        run = server.runs["RUN_ID"]     # .history .summary .config .exit_code .files, and .told("tags")
         server.artifacts                # name, type, aliases, metadata, files {path: bytes}
         server.operations               # Counter of GraphQL operations
 
@@ -24,6 +24,24 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import quote, unquote, urlparse
 
+HISTORY = "wandb-history.jsonl"
+LINES = {"history": HISTORY, "events": "wandb-events.jsonl", "log": "output.log"}
+
+USER = {"id": "u1", "entity": "tester", "username": "tester", "email": "t@localhost", "flags": "{}", "teams": {"edges": []}}
+VERSIONS = {"max_cli_version": "9.9.9", "min_cli_version": "0.1.0"}
+ANSWERS: dict[str, dict[str, Any]] = {
+    "Viewer": {"viewer": USER},
+    "GetDefaultEntity": {"viewer": USER},
+    "ServerFeaturesQuery": {"serverInfo": {"features": []}},
+    "ServerInfo": {"serverInfo": {"cliVersionInfo": VERSIONS, "latestLocalVersionInfo": None}},
+    "RunStoppedStatus": {"project": {"run": {"stopped": False}}},
+    "OrgFeatureFlags": {"organization": {"featureFlags": []}},
+    "OrganizationCoreWeaveOrganizationID": {"entity": {"organization": None}},
+    "NotifyScriptableRunAlert": {"notifyScriptableRunAlert": {"success": True}},
+    "MarkRunFilesUploaded": {"markRunFilesUploaded": {"success": True}},
+}
+"""What is answered to operations whatever they say; the others are methods of FakeWandb."""
+
 
 @dataclass
 class Run:
@@ -32,26 +50,17 @@ class Run:
     upserts: list[dict[str, Any]] = field(default_factory=list)
     lines: dict[str, list[str]] = field(default_factory=dict)  # by file of the file stream
     files: dict[str, bytes] = field(default_factory=dict)  # uploaded
-    posts: list[dict[str, Any]] = field(default_factory=list)  # to the file stream, as they came
     preempting: bool = False
     exit_code: int | None = None
-    rewinds: list[int] = field(default_factory=list)
     summed: dict[str, Any] = field(default_factory=dict)  # all writers' summaries, the later on top
 
     def told(self, name: str, default: Any = None) -> Any:
         """What UpsertBucket last said of a field."""
         return next((u[name] for u in reversed(self.upserts) if u.get(name) is not None), default)
 
-    def rows(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.lines.get(name, []) if line]
-
     @property
     def history(self) -> list[dict[str, Any]]:
-        return self.rows("wandb-history.jsonl")
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        return self.rows("wandb-events.jsonl")
+        return [json.loads(line) for line in self.lines.get(HISTORY, []) if line]
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -63,37 +72,13 @@ class Run:
 
     def rewind(self, step: int) -> None:
         """Drop the rows after ``step``, as the server does for ``resume_from``."""
-        self.rewinds.append(step)
-        kept = [line for line in self.lines.get("wandb-history.jsonl", []) if json.loads(line)["_step"] <= step]
-        self.lines["wandb-history.jsonl"], self.summed = kept, {}
-
-
-ENTITY = "tester"
-SAME_ALWAYS: dict[str, dict[str, Any]] = {
-    "Viewer": {
-        "viewer": {
-            **{"id": "u1", "entity": ENTITY, "username": ENTITY, "email": "t@localhost", "flags": "{}"},
-            "teams": {"edges": []},
-        }
-    },
-    "GetDefaultEntity": {"viewer": {"id": "u1", "entity": ENTITY}},
-    "ServerFeaturesQuery": {"serverInfo": {"features": []}},
-    "ServerInfo": {
-        "serverInfo": {
-            "cliVersionInfo": {"max_cli_version": "9.9.9", "min_cli_version": "0.1.0"},
-            "latestLocalVersionInfo": None,
-        }
-    },
-    "RunStoppedStatus": {"project": {"run": {"stopped": False}}},
-    "OrgFeatureFlags": {"organization": {"featureFlags": []}},
-    "OrganizationCoreWeaveOrganizationID": {"entity": {"organization": None}},
-    "MarkRunFilesUploaded": {"markRunFilesUploaded": {"success": True}},
-}
-"""Answers to questions whose answer nobody needs, by operation."""
+        kept = [line for line in self.lines.get(HISTORY, []) if json.loads(line)["_step"] <= step]
+        self.lines[HISTORY], self.summed = kept, {}
 
 
 class FakeWandb:
     KEY = "local-" + "0" * 40
+    ENTITY = "tester"
 
     def __init__(self, port: int = 0):
         self.runs: dict[str, Run] = {}
@@ -125,9 +110,11 @@ class FakeWandb:
         self.http.server_close()
 
     def graphql(self, name: str, query: str, v: dict[str, Any]) -> dict[str, Any] | None:
+        if name == "NotifyScriptableRunAlert":
+            self.alerts.append(v)
         try:
-            if name in SAME_ALWAYS:
-                return SAME_ALWAYS[name]
+            if name in ANSWERS:
+                return ANSWERS[name]
             if (answer := getattr(self, f"on_{name}", None)) is not None:
                 return answer(v)
         except (LookupError, StopIteration, TypeError, ValueError) as error:
@@ -136,10 +123,10 @@ class FakeWandb:
         return None
 
     def _project(self, name: str) -> dict[str, Any]:
-        return {"id": "p1", "name": name, "entity": {"id": "e1", "name": ENTITY}}
+        return {"id": "p1", "name": name, "entity": {"id": "e1", "name": self.ENTITY}}
 
     def _bucket(self, run: Run) -> dict[str, Any]:
-        count = {f"{k}LineCount": len(run.lines.get(f, [])) for k, f in _LINES.items()}
+        count = {f"{k}LineCount": len(run.lines.get(f, [])) for k, f in LINES.items()}
         return {
             "id": f"bucket-{run.id}",
             "name": run.id,
@@ -162,18 +149,9 @@ class FakeWandb:
         run = self.runs.get(v["name"])
         if run is None:
             return {"model": {**self._project(v["project"]), "bucket": None}}
-        tail = {f"{k}Tail": json.dumps(run.lines.get(f, [])[-1:]) for k, f in _LINES.items() if k != "log"}
-        bucket = (
-            self._bucket(run)
-            | tail
-            | {
-                "summaryMetrics": json.dumps(run.summary),
-                "tags": run.told("tags", []),
-                "notes": run.told("notes"),
-                "wandbConfig": json.dumps({"t": 1}),
-            }
-        )
-        return {"model": {**self._project(run.project), "bucket": bucket}}
+        bucket = self._bucket(run) | {f"{k}Tail": json.dumps(run.lines.get(f, [])[-1:]) for k, f in LINES.items() if k != "log"}
+        bucket |= {"summaryMetrics": json.dumps(run.summary), "tags": run.told("tags", []), "notes": run.told("notes")}
+        return {"model": {**self._project(run.project), "bucket": bucket | {"wandbConfig": json.dumps({"t": 1})}}}
 
     def on_RewindRun(self, v):
         run = self.runs.get(v["runName"]) if self.rewinds else None
@@ -183,19 +161,13 @@ class FakeWandb:
         return {"rewindRun": {"rewoundRun": self._bucket(run)}}
 
     def on_Run(self, v):
-        run = self.runs.get(v["name"])
-        about = run and {
-            **{
-                "projectId": "1",
-                "id": run.id,
-                "name": run.id,
-                "displayName": run.id,
-                "state": "crashed",
-                "user": {"name": "t", "username": "t"},
-            },
-            **{"config": "{}", "summaryMetrics": "{}", "systemMetrics": "{}", "tags": [], "historyLineCount": len(run.history)},
-        }
-        return {"project": {"run": about}}
+        if (run := self.runs.get(v["name"])) is None:
+            return {"project": {"run": None}}
+        about = dict.fromkeys(("id", "name", "displayName"), run.id) | dict.fromkeys(
+            ("config", "summaryMetrics", "systemMetrics"), "{}"
+        )
+        rest = {"projectId": "1", "state": "crashed", "user": {"name": "t", "username": "t"}, "tags": []}
+        return {"project": {"run": {**about, **rest, "historyLineCount": len(run.history)}}}
 
     def on_RunHistoryKeys(self, v):
         run = self.runs.get(v["name"])
@@ -209,46 +181,23 @@ class FakeWandb:
         found = next((a["type"] for a in self.artifacts if a["name"] == v["name"].split(":")[0]), None)
         return {"project": {"artifact": {"artifactType": {"name": found}} if found else None}}
 
-    def on_NotifyScriptableRunAlert(self, v):
-        self.alerts.append(v)
-        return {"notifyScriptableRunAlert": {"success": True}}
-
     def on_CreateRunFiles(self, v):
         files = [{"name": f, "uploadUrl": f"{self.url}/put/run/{v['run']}/{quote(f, safe='')}"} for f in v["files"]]
         return {"createRunFiles": {"runID": f"bucket-{v['run']}", "uploadHeaders": [], "files": files}}
 
     def on_CreateArtifact(self, v):
         i = v["input"]
-        self.artifacts.append(
-            {
-                "id": f"art-{len(self.artifacts)}",
-                "name": i["artifactCollectionName"],
-                "type": i["artifactTypeName"],
-                "run": i.get("runName"),
-                "aliases": [a["alias"] for a in i.get("aliases") or []],
-                "metadata": json.loads(i.get("metadata") or "{}"),
-                "digest": i["digest"],
-                "client_id": i["clientID"],
-                "files": {},
-                "committed": False,
-            }
-        )
-        made = self.artifacts[-1]
-        return {
-            "createArtifact": {"artifact": {"id": made["id"], "state": "PENDING", "artifactSequence": {"latestArtifact": None}}}
-        }
+        made = {"id": f"art-{len(self.artifacts)}", "name": i["artifactCollectionName"], "type": i["artifactTypeName"]}
+        made |= {"aliases": [a["alias"] for a in i.get("aliases") or []], "metadata": json.loads(i.get("metadata") or "{}")}
+        made |= {"digest": i["digest"], "client_id": i["clientID"], "files": {}, "committed": False}
+        self.artifacts.append(made)
+        pending = {"id": made["id"], "state": "PENDING", "artifactSequence": {"latestArtifact": None}}
+        return {"createArtifact": {"artifact": pending}}
 
     def _manifest(self, artifact_id):
-        return {
-            "artifactManifest": {
-                "id": f"man-{artifact_id}",
-                "file": {
-                    "id": f"file-{artifact_id}",
-                    "uploadUrl": f"{self.url}/put/manifest/{artifact_id}/manifest.json",
-                    "uploadHeaders": [],
-                },
-            }
-        }
+        url = f"{self.url}/put/manifest/{artifact_id}/manifest.json"
+        file = {"id": f"file-{artifact_id}", "uploadUrl": url, "uploadHeaders": []}
+        return {"artifactManifest": {"id": f"man-{artifact_id}", "file": file}}
 
     def on_CreateArtifactManifest(self, v):
         return {"createArtifactManifest": self._manifest(v["artifactID"])}
@@ -257,16 +206,11 @@ class FakeWandb:
         return {"updateArtifactManifest": self._manifest(v["artifactManifestID"].removeprefix("man-"))}
 
     def on_CreateArtifactFiles(self, v):
-        nodes = [
-            {
-                "storagePath": f"x/{f['name']}",
-                "uploadUrl": f"{self.url}/put/artifact/{f['artifactID']}/{quote(f['name'], safe='')}",
-                "uploadHeaders": [],
-                "uploadMultipartUrls": None,
-                "artifact": {"id": f["artifactID"]},
-            }
-            for f in v.get("artifactFiles") or v["input"]["artifactFiles"]
-        ]
+        nodes = []
+        for f in v.get("artifactFiles") or v["input"]["artifactFiles"]:
+            url = f"{self.url}/put/artifact/{f['artifactID']}/{quote(f['name'], safe='')}"
+            where = {"storagePath": f"x/{f['name']}", "uploadUrl": url, "uploadHeaders": [], "uploadMultipartUrls": None}
+            nodes.append({**where, "artifact": {"id": f["artifactID"]}})
         return {"createArtifactFiles": {"files": {"edges": [{"node": node} for node in nodes]}}}
 
     def on_CommitArtifact(self, v):
@@ -280,7 +224,6 @@ class FakeWandb:
 
     def stream(self, run_id: str, body: dict[str, Any]) -> dict[str, Any]:
         run = self.runs[run_id]
-        run.posts.append(body)
         for name, part in (body.get("files") or {}).items():
             lines, at = run.lines.setdefault(name, []), part["offset"]
             lines.extend([""] * (at - len(lines)))
@@ -297,9 +240,6 @@ class FakeWandb:
             self.runs[owner].files[name] = data
         elif kind == "artifact":
             next(a for a in self.artifacts if a["id"] == owner)["files"][name] = data
-
-
-_LINES = {"history": "wandb-history.jsonl", "events": "wandb-events.jsonl", "log": "output.log"}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -340,20 +280,15 @@ class _Handler(BaseHTTPRequestHandler):
         with self.fake.lock:
             if path == "/graphql":
                 asked = json.loads(data)
-                name = (
-                    asked.get("operationName")
-                    or (re.search(r"(?:query|mutation)\s+(\w+)", asked["query"]) or [None, "unnamed"])[1]
-                )
+                named = re.search(r"(?:query|mutation)\s+(\w+)", asked["query"])
+                name = asked.get("operationName") or (named[1] if named else "unnamed")
                 self.fake.operations[name] += 1
                 if name == self.fake.dies_at:
                     self.fake.down = True
                     return self.answer({"error": "down"}, 503)
-                answer = self.fake.graphql(name, asked["query"], asked.get("variables") or {})
-                return (
-                    self.answer({"data": answer})
-                    if answer is not None
-                    else self.answer({"errors": [{"message": f"no {name}"}]}, 400)
-                )
+                if (answer := self.fake.graphql(name, asked["query"], asked.get("variables") or {})) is None:
+                    return self.answer({"errors": [{"message": f"no {name}"}]}, 400)
+                return self.answer({"data": answer})
             if found := re.fullmatch(r"/files/[^/]+/[^/]+/([^/]+)/file_stream", path):
                 self.fake.operations["file_stream"] += 1
                 return self.answer(self.fake.stream(found[1], json.loads(data or b"{}")))
@@ -379,11 +314,3 @@ class _Handler(BaseHTTPRequestHandler):
         if urlparse(self.path).path not in ("", "/"):  # that is the question whether the server is there
             self.fake.unknown.append(f"GET {self.path}")
         return self.answer({})
-
-
-if __name__ == "__main__":
-    import sys
-
-    fake = FakeWandb(int(sys.argv[1]))
-    print(fake.url, fake.KEY, flush=True)
-    fake.http.serve_forever()
