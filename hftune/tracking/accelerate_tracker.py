@@ -1,6 +1,6 @@
 """The trackers that Accelerate knows by name, all through its own classes: numbers, the best value, configuration, images.
 
-None of them can drop what a killed run had sent, so a resumed run begins a new one, which gets the earlier lines of
+None but TensorBoard can drop what a killed run had sent, so a resumed run begins a new one, which gets the earlier lines of
 metrics.jsonl first.
 """
 
@@ -26,7 +26,7 @@ class AccelerateRun(TrackerBackend):
     kind: ClassVar[str]
 
     def start(self, config: Mapping[str, Any], earlier: EarlierRun) -> None:
-        own = options(self.kind, self.recipe)
+        own = options(self.kind, self.recipe, earlier)
         self._tracker = LOGGER_TYPE_TO_CLASS[self.kind](**{"run_name": self.recipe.track.project, **own})
         self._tracker.start()
         self._tracker.store_init_configuration({name: str(value) for name, value in flat(config).items()})
@@ -51,16 +51,47 @@ class AccelerateRun(TrackerBackend):
         self._tracker.finish()
 
 
+class TensorBoardRun(AccelerateRun):
+    """Event files in the folder tensorboard, of which a resumed run drops the later steps."""
+
+    kind = "tensorboard"
+
+    def start(self, config: Mapping[str, Any], earlier: EarlierRun) -> None:
+        super().start(config, EarlierRun(earlier.step))  # the files have the earlier lines
+        if self.recipe.track.notes:
+            self._tracker.log({"notes": self.recipe.track.notes}, step=earlier.step)
+
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the rows as text in Markdown, which TensorBoard renders."""
+        lines = [[*map(cell, rows[0])], ["---"] * len(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
+        self._tracker.log({name: "\n".join(f"| {' | '.join(line)} |" for line in lines)}, step=step)
+
+    def log_images(self, step: int, name: str, images: Sequence[np.ndarray], captions: Sequence[str]) -> None:
+        """Write each image under a name of its own, so that one sees a sample change over the steps; captions as a table."""
+        names = [f"{name}/{index}" for index in range(len(images))]
+        for key, image_HWC in zip(names, images, strict=True):
+            self._tracker.log_images({key: image_HWC[None]}, step=step, dataformats="NHWC")
+        self.log_table(step, name, [{"image": key, "caption": text} for key, text in zip(names, captions, strict=True)])
+
+
+def cell(value: Any) -> str:
+    """Format a value so that it stays within its cell of a Markdown table, and a float so that the table stays narrow."""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return " ".join(text.replace("|", "\\|").split())
+
+
 def accelerate_run(kind: str) -> type[AccelerateRun]:
     """Return the class of a tracker that Accelerate knows."""
     return type(f"AccelerateRun_{kind}", (AccelerateRun,), {"kind": kind})
 
 
-def options(kind: str, recipe: Recipe) -> dict[str, Any]:
+def options(kind: str, recipe: Recipe, earlier: EarlierRun) -> dict[str, Any]:
     """Return keyword arguments of a tracker's class at Accelerate, which passes most of them on to the package."""
     track, folder = recipe.track, Path(recipe.output_dir)
     name = track.run_name or recipe.recipe
     match kind:
+        case "tensorboard":
+            return {"logging_dir": folder / "tensorboard", **({"purge_step": earlier.step + 1} if earlier.step else {})}
         case "trackio":
             return {"name": name, "group": track.group}
         case "swanlab":

@@ -27,7 +27,7 @@ from hftune.tracking.summary import describe_best
 TRACKERS = {
     "wandb": "hftune.tracking.wandb_tracker.WandbRun",
     "mlflow": "hftune.tracking.mlflow_tracker.MlflowRun",
-    "tensorboard": "hftune.tracking.tensorboard_tracker.TensorBoardRun",
+    "tensorboard": "hftune.tracking.accelerate_tracker.TensorBoardRun",
 }
 """The classes of the trackers with a bare name, imported when a recipe names them; the others are Accelerate's.
 
