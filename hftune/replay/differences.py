@@ -227,7 +227,7 @@ def _listed(parts: Mapping[str, tuple[Any, Any]], has_values: bool = True) -> st
 
 def _both(values: tuple[Any, Any]) -> str:
     """Format two values; of paths in one folder, only what differs."""
-    texts = ["none" if value is None else value if isinstance(value, str) and value else plain(value) for value in values]
+    texts = ["none" if value is None else plain(value) or "empty" for value in values]
     if all(isinstance(value, str) for value in values):
         parts = [text.split("/") for text in texts]
         shared = next((index for index, (a, b) in enumerate(zip(*parts, strict=False)) if a != b), 0)

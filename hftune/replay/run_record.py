@@ -138,8 +138,8 @@ def flat(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def plain(value: Any) -> str:
-    """Return any value on one line, as JSON has it."""
-    return json.dumps(value, ensure_ascii=False, default=str)
+    """Return any value on one line, as JSON has it; a text as it is."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def cut(text: str, length: int = LONGEST_TEXT) -> str:

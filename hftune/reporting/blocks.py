@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,9 +10,10 @@ from datetime import datetime
 from typing import Any
 
 from hftune.replay.metrics_log import is_number
+from hftune.replay.run_record import plain
 
-LONGEST_TEXT, SHORT_TEXT = 600, 40
-"""Characters of a text that are shown at most; of one that has room beside others on a phone."""
+SHORT_TEXT = 40
+"""Characters of a text that has room beside others on a phone."""
 SIZES = ((1e12, "T", "trillion"), (1e9, "G", "billion"), (1e6, "M", "million"), (1e3, "k", ""))
 Block = dict[str, Any]
 """A piece of a section: its ``kind`` is that of a macro in templates/blocks.html, which gets it."""
@@ -112,16 +112,6 @@ def quantity(value: float | None, unit: str) -> Cell | None:
         size, prefix, _ = next((known for known in SIZES if abs(value) >= known[0]), (1.0, "", ""))
         return figure(f"{value / size:.3g} {prefix}B")
     return figure(f"{100 * value:.3g} %" if unit == "%" else f"{number(value)} {unit}".rstrip())
-
-
-def plain(value: Any) -> str:
-    """Return any value on one line, as JSON has it; a text as it is."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def cut(value: str, length: int = LONGEST_TEXT) -> str:
-    """Return a text, its end left out if it is too long."""
-    return value if len(value) <= length else f"{value[: length - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def duration(seconds: float) -> str:

@@ -10,7 +10,7 @@ from hftune.replay.comparison import Comparison, compare
 from hftune.replay.differences import Difference
 from hftune.replay.intervals import MIN_SEEDS, Interval
 from hftune.replay.metrics_log import is_number
-from hftune.replay.run_record import RunRecord, flat
+from hftune.replay.run_record import RunRecord, cut, flat, plain
 from hftune.replay.sentences import (
     divergence_sentences,
     divergence_step,
@@ -28,11 +28,9 @@ from hftune.reporting.blocks import (
     Section,
     bullets,
     code,
-    cut,
     duration,
     figure,
     number,
-    plain,
     section,
     table,
     text,

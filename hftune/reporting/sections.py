@@ -9,14 +9,13 @@ from typing import Any
 
 from hftune.metrics.records import place_of, record_of
 from hftune.replay.metrics_log import is_number
-from hftune.replay.run_record import Images, RunRecord, flat, mapping
+from hftune.replay.run_record import Images, RunRecord, cut, flat, mapping
 from hftune.reporting.blocks import (
     Block,
     Cell,
     Section,
     bullets,
     code,
-    cut,
     duration,
     facts,
     millions,
