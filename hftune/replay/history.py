@@ -46,7 +46,7 @@ class Change:
     without: frozenset[int] = frozenset()
     """Rows of the training data that stay in the forward passes, but add nothing to the loss."""
     skip: frozenset[int] = frozenset()
-    """Steps that are left out: no update, and the schedule moves on."""
+    """Skipped steps: no update, and the schedule moves on."""
     from_step: int = 1
 
     def __bool__(self) -> bool:

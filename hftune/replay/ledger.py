@@ -24,7 +24,7 @@ class LedgerRecord:
     taken: list[Line] = field(default_factory=list)
     """The lines of steps that count, in the order of the file: ascending, unless somebody has changed it."""
     steps: dict[int, Line] = field(default_factory=dict)
-    """The same by step; those that were left out have ``skipped``."""
+    """The same by step; skipped ones have ``skipped``."""
     starts_of: dict[int, Line] = field(default_factory=dict)
     """The start under which each step was computed as it counts."""
     checkpoints: dict[int, Line] = field(default_factory=dict)
@@ -55,8 +55,8 @@ def read_ledger(folder: str | Path) -> LedgerRecord:
     record.starts = [line for line in record.lines if "after_step" in line]
     if not record.starts:
         raise ConfigError(f"{path} does not say how a training started: no run has written it.")
-    if odd := {start.get("format") for start in record.starts} - {FORMAT}:
-        raise ConfigError(f"{path} has format {odd.pop()}, and this hftune reads format {FORMAT}: a different one wrote it.")
+    if others := {start.get("format") for start in record.starts} - {FORMAT}:
+        raise ConfigError(f"{path} has format {others.pop()}, and this hftune reads format {FORMAT}: a different one wrote it.")
     record.problems = [*_broken_links(texts, parsed), *_count_lines(record)]
     return record
 

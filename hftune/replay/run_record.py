@@ -22,7 +22,7 @@ MAX_ROWS = 200_000
 """Rows of predictions.jsonl that are looked through for the largest errors: more would hold up the training."""
 FIRST_ROWS, WORST_ROWS = 8, 25
 """Rows that are kept."""
-LONGEST_TEXT = 600
+MAX_TEXT_LENGTH = 600
 """Characters of a text that are shown."""
 
 
@@ -142,7 +142,7 @@ def plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def cut(text: str, length: int = LONGEST_TEXT) -> str:
+def cut(text: str, length: int = MAX_TEXT_LENGTH) -> str:
     """Return a text, its end left out if it is too long."""
     return text if len(text) <= length else f"{text[: length - 1]}\N{HORIZONTAL ELLIPSIS}"
 
