@@ -74,16 +74,12 @@ def _differing(prefix: str, good: Mapping[str, Any], bad: Mapping[str, Any]) -> 
         key, one, other = f"{prefix}{name}", good.get(name, MISSING), bad.get(name, MISSING)
         if one == other or effects_of(key) <= ROUNDING:
             continue
-        is_section = prefix == ""
-        if isinstance(one, Mapping) and isinstance(other, Mapping) and (is_section or _can_be_cut(one, other)):
+        are_mappings = isinstance(one, Mapping) and isinstance(other, Mapping)
+        # Each key of a mapping is a change of its own if none goes, and all can be typed.
+        if are_mappings and (not prefix or ({*one} <= {*other} and all(re.fullmatch(r"\w+", str(word)) for word in other))):
             yield from _differing(f"{key}.", one, other)
         else:
             yield KeyChange(key, one, other, replaces=other is MISSING or isinstance(one, Mapping))
-
-
-def _can_be_cut(good: Mapping[str, Any], bad: Mapping[str, Any]) -> bool:
-    """Whether each key of a mapping is a change of its own: none goes, and all can be typed."""
-    return good.keys() <= bad.keys() and all(re.fullmatch(r"\w+", str(name)) for name in bad)
 
 
 @dataclass(frozen=True)

@@ -79,11 +79,6 @@ class Difference:
     """Why it has no sign."""
 
     @property
-    def is_specific(self) -> bool:
-        """Whether its effects are known; code and libraries may do anything."""
-        return not self.effects >= UNKNOWN
-
-    @property
     def is_likely(self) -> bool:
         return self.verdict == "likely"
 

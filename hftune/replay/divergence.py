@@ -234,7 +234,7 @@ def _strength(difference: Difference, sign: Sign, walk: _Walk) -> int:
     possible = difference.effects & ({sign.effect} | (PASSES if sign.effect is Effect.UPDATE else set()))
     if not possible or difference.from_step > max(sign.step, walk.steps[0]):
         return 0
-    if not difference.is_specific:
+    if difference.effects >= UNKNOWN:  # code and libraries may do anything
         return 1
     if sign.effect in (Effect.SAMPLES, Effect.LR, Effect.SKIPPED, Effect.WEIGHTS) and not difference.shows_at_once:
         return 3

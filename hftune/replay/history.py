@@ -259,8 +259,8 @@ def as_replayed(nested: dict[str, Any], start: Mapping[str, Any], overrides: Seq
         overrides: keys that they name are left as they are.
     """
     changed = {word.partition("=")[0] for word in overrides}
-    nested.pop("track", None)
-    nested.pop("resume", None)
+    for key in ("track", "resume", "callbacks"):
+        nested.pop(key, None)
     train = nested.setdefault("train", {})
     train["profile"] = None
     if not changed & {f"train.{name}" for name in BOUNDS}:

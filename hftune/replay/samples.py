@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,10 +29,8 @@ from hftune.task import BatchLossTask, Task, ask
 if TYPE_CHECKING:
     from hftune.replay.engine import Replayer
 
-EachLoss = Callable[[int, Any, Any], tuple[Sequence[Tensor], Sequence[Tensor]]]
 
-
-@dataclass(frozen=True)
+@dataclass
 class SampleRecord:
     """What one sample did in one step."""
 
@@ -80,21 +78,32 @@ def look_inside(replayer: Replayer, batch: StepBatch, report: StepReport, pictur
     parameters = [value for value in strategy.sharding.model.parameters() if value.grad is not None]
     records: list[SampleRecord] = []
     with leaving_no_trace(strategy.sharding.model):
-        each_loss = _differentiable_losses(replayer, batch)
+        compared = compared_losses(replayer, task, batch, replayer.step) if isinstance(task, BatchLossTask) else None
         for index, (micro_batch, weight) in enumerate(zip(batch.mine, batch.weights, strict=True)):
             if not weight:
                 continue
             outputs, inputs = strategy.compute_again(batch, index, replayer.recipe.seed, replayer.step - 1)
-            target, count = task.target(inputs), len(micro_batch.samples)
-            losses, parts = each_loss(index, outputs, target)
-            found = [
-                SampleRecord(sample, micro_batch.index, float(task.num_items(cut_row(target, row, count))), losses[row].item())
-                for row, sample in enumerate(micro_batch.samples.tolist())
-            ]
-            found = _with_gradients(found, parts, parameters, report, strategy.exact)
-            records += _with_answers(found, task, outputs, inputs, pictures)
+            target, samples = task.target(inputs), micro_batch.samples.tolist()
+            if compared is None:
+                losses = parts = sample_losses(task, outputs, target, len(samples))
+            else:  # the gradient of a sample is what flows through its embeddings
+                of_batch, gradient = (values[rows_of(batch, index)] for values in compared)
+                losses, parts = [*of_batch], [*(task.embed(outputs, target) * gradient).flatten(1).sum(1)]
+            found = []
+            for row, sample in enumerate(samples):
+                items = float(task.num_items(cut_row(target, row, len(samples))))
+                found.append(SampleRecord(sample, micro_batch.index, items, losses[row].item()))
+            _add_gradients(found, parts, parameters, report, strategy.exact)
+            _add_answers(found, task, outputs, inputs, pictures)
+            records += found
     gathered = strategy.gather_to_main(records)
-    return None if gathered is None else _with_shares(gathered, pictures)
+    if gathered is None:
+        return None
+    loss = math.fsum(record.loss_sum for record in gathered)
+    for place, record in enumerate(sorted(gathered, key=lambda record: -record.loss)):
+        record.loss_share = record.loss_sum / loss if loss else math.nan
+        record.picture = record.picture if place < pictures else None
+    return sorted(gathered, key=lambda record: record.micro_batch)  # several processes had them
 
 
 def holds_whole_model(strategy: Strategy) -> bool:
@@ -119,29 +128,6 @@ def leaving_no_trace(model: nn.Module) -> Iterator[None]:
     devices = {value.device for value in model.parameters() if value.is_cuda}  # not all of the machine's
     with torch.random.fork_rng([*devices]), restored_buffers(model), torch.compiler.set_stance("force_eager"):
         yield
-
-
-def _differentiable_losses(replayer: Replayer, batch: StepBatch) -> EachLoss:
-    """Return the function of index, outputs and target of a micro-batch that gives the losses of its samples, and scalars.
-
-    The gradient of each scalar is the sample's part of the step's gradient, before it is divided by the items. Collective.
-    """
-    task = replayer.task
-    if not isinstance(task, BatchLossTask):
-
-        def alone(index: int, outputs: Any, target: Any) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-            losses = sample_losses(task, outputs, target, len(batch.mine[index].samples))
-            return losses, losses
-
-        return alone
-    losses_B, gradient = compared_losses(replayer, task, batch, replayer.step)
-
-    def compared(index: int, outputs: Any, target: Any) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        span = rows_of(batch, index)
-        embeddings = task.embed(outputs, target)
-        return [*losses_B[span]], [*(embeddings * gradient[span]).flatten(1).sum(1)]
-
-    return compared
 
 
 def compared_losses(replayer: Replayer, task: BatchLossTask, batch: StepBatch, step: int) -> tuple[Tensor, Tensor]:
@@ -175,66 +161,43 @@ def batch_loss(replayer: Replayer, batch: StepBatch, step: int) -> float:
     return loss / items
 
 
-def _with_gradients(
+def _add_gradients(
     records: Sequence[SampleRecord],
     parts: Sequence[Tensor],
     parameters: Sequence[nn.Parameter],
     report: StepReport,
     exact: torch.dtype,
-) -> list[SampleRecord]:
+) -> None:
     """Add the norm of each sample's gradient, and its share of that of the step.
 
     Args:
         parts: scalars whose gradients they are.
         parameters: those with a gradient, which may have been clipped since ``report``: then the direction is the same.
     """
-    found, clipped = [], math.sqrt(sum(float(value.grad.to(exact).square().sum()) for value in parameters))
+    clipped = math.sqrt(sum(float(value.grad.to(exact).square().sum()) for value in parameters))
     for place, (record, part) in enumerate(zip(records, parts, strict=True)):
         own = torch.autograd.grad(part, parameters, retain_graph=place < len(parts) - 1, allow_unused=True)
         pairs = [(one.to(exact), value.grad.to(exact)) for one, value in zip(own, parameters, strict=True) if one is not None]
         sums = torch.stack([torch.stack([(one * one).sum(), (one * whole).sum()]) for one, whole in pairs]).sum(0)
         square, product = sums.tolist()
-        share = product / (report.num_items * clipped * report.grad_norm) if clipped and report.grad_norm else math.nan
-        found.append(replace(record, grad_norm=math.sqrt(square) / report.num_items, gradient_share=share))
-    return found
-
-
-def _with_shares(records: Sequence[SampleRecord], pictures: int) -> list[SampleRecord]:
-    """Add each sample's share of the loss, and keep only as many pictures as were asked for."""
-    loss = math.fsum(record.loss_sum for record in records)
-    shown = {id(record) for record in sorted(records, key=lambda record: -record.loss)[:pictures]}
-    return [
-        replace(
-            record,
-            loss_share=record.loss_sum / loss if loss else math.nan,
-            picture=record.picture if id(record) in shown else None,
-        )
-        for record in sorted(records, key=lambda record: record.micro_batch)  # several processes had them
-    ]
-
-
-# What a sample is
+        record.grad_norm = math.sqrt(square) / report.num_items
+        if clipped and report.grad_norm:
+            record.gradient_share = product / (report.num_items * clipped * report.grad_norm)
 
 
 @torch.no_grad()
-def _with_answers(
-    records: Sequence[SampleRecord], task: Task, outputs: Any, inputs: Mapping[str, Any], pictures: int
-) -> list[SampleRecord]:
+def _add_answers(records: Sequence[SampleRecord], task: Task, outputs: Any, inputs: Mapping[str, Any], pictures: int) -> None:
     """Add label and prediction, and the pictures of those with the greatest loss, of tasks that need no model for them."""
     if task.scored_head or isinstance(task, BatchLossTask):  # texts, and embeddings
-        return [*records]
+        return
+    outputs = tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, outputs)
     loaded = {name: value for name, value in inputs.items() if name != PACKING}
-    answers = _without_model(task, "predictions", _detached(outputs), _one_label(task, loaded)) or [{}] * len(records)
-    names = ("label", "prediction")
-    found = [
-        replace(record, answer={name: answer[name] for name in names} if {*names} <= {*answer} else {})
-        for record, answer in zip(records, answers, strict=True)
-    ]
-    worst = sorted(range(len(found)), key=lambda row: -found[row].loss)[:pictures]
-    images = _without_model(task, "sample_images", _detached(outputs), loaded, worst)
-    for row, image in zip(worst, images, strict=False):
-        found[row] = replace(found[row], picture=image)
-    return found
+    for record, answer in zip(records, _without_model(task, "predictions", outputs, _one_label(task, loaded)), strict=False):
+        if {"label", "prediction"} <= {*answer}:
+            record.answer = {name: answer[name] for name in ("label", "prediction")}
+    worst = sorted(range(len(records)), key=lambda row: -records[row].loss)[:pictures]
+    for row, image in zip(worst, _without_model(task, "sample_images", outputs, loaded, worst), strict=False):
+        records[row].picture = image
 
 
 def _without_model(task: Task, name: str, outputs: Any, loaded: Mapping[str, Any], *arguments: Any) -> list[Any]:
@@ -243,10 +206,6 @@ def _without_model(task: Task, name: str, outputs: Any, loaded: Mapping[str, Any
         return ask(task, name, [], outputs, absent_model(lambda: None), loaded, *arguments)
     except ModelNeeded:
         return []
-
-
-def _detached(outputs: Any) -> Any:
-    return tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, outputs)
 
 
 def _one_label(task: Task, loaded: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -53,6 +53,7 @@ def test_each_step_has_the_recipe_that_was_in_force(tmp_path):
 
 def test_what_training_settled_is_put_in_and_what_is_only_shown_is_off(tmp_path):
     words = ("train.mixed_precision=auto", "train.micro_batch_tokens=auto", "track.with=[tensorboard]", "train.profile=[2,3]")
+    words += ("callbacks=[tests.support.callbacks_of_no_module.Watch]",)
     history = History.open(recorded(tmp_path / "out", *words, packed=False, precision="bf16"))
     recipe = history.recipe_at(3)
     assert (recipe.train.mixed_precision, recipe.train.micro_batch_tokens, recipe.train.packing) == ("bf16", 512, "off")
