@@ -82,6 +82,8 @@ class Attendance:
         """Returns the run that this machine trains, see membership.State."""
         self.copies: Copies | None = None
         """If the launcher trains a recipe, whose output folder is known."""
+        self.starts_over = False
+        """See Membership."""
         self._view = View(self.me)
         self._changed, self._wake, self._ends = threading.Condition(), threading.Event(), False
         self.unanswered_s = 0.0
@@ -155,7 +157,7 @@ class Attendance:
             if self.job is None and self._comes_later(membership):
                 return
             if self.job is None and (membership is None or self._is_over(membership, silence)):
-                membership = Membership(uuid.uuid4().hex, self.least, self.most)
+                membership = Membership(uuid.uuid4().hex, self.least, self.most, starts_over=self.starts_over)
                 self.place.note(f"facts-{membership.job}", json.dumps(self.facts))
             elif self.job is None and membership is not None and (refusal := self._refusal(membership)):
                 self.refusal, self._ends = refusal, True

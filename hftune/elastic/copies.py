@@ -78,15 +78,13 @@ class Copies:
         self._first = self._token = ""
         self._said: set[str] = set()
 
-    def state(self, run: str) -> State:
-        """Return what the folder holds: nothing if the job starts over, unless this is the run that it trains already."""
-        run_id, ledger, starts = read_id(self.folder), self.folder / "ledger.jsonl", 0
-        if self.resume != "auto" and (not run or run_id != run):
-            return State()
+    def state(self) -> State:
+        """Return what the folder holds."""
+        ledger, starts = self.folder / "ledger.jsonl", 0
         if ledger.is_file():
             with ledger.open("rb") as lines:
                 starts = sum(b'"after_step"' in line for line in lines)
-        return State(run_id, starts, max((int(name[-8:]) for name in manifests(self.folder)), default=0))
+        return State(read_id(self.folder), starts, max((int(name[-8:]) for name in manifests(self.folder)), default=0))
 
     def run(self) -> str:
         """Return the word that the copies of the run have in common; empty before there is one."""
@@ -115,8 +113,9 @@ class Copies:
             if before.machine == machine:
                 before.stop()
         self._senders = [one for one in self._senders if one.machine != machine and one.is_alive()]
-        self._senders.append(Sender(self, Channel(connection), machine, host))
-        self._senders[-1].start()
+        sender = Sender(self, Channel(connection), machine, host)
+        sender.start()
+        self._senders.append(sender)
 
     def choose(self, sender: Sender) -> bool:
         """Let another machine keep a copy if there are too few; return whether it does."""

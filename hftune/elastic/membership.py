@@ -98,6 +98,8 @@ class Membership:
     num_arrivals: int = 0
     run: str = ""
     """The run that is trained, see State; empty before there is a copy of it."""
+    starts_over: bool = False
+    """What is in the output folders when the job begins does not count: resume=never, or a checkpoint by name."""
     conflict: str = ""
     """A sentence that says why no round can begin."""
 
@@ -131,8 +133,9 @@ class Membership:
         rank = {name: index for index, name in enumerate(self.members)}
         ready = [one for one in self.machines.values() if one.is_ready and not one.is_leaving]
         ready.sort(key=lambda one: (rank.get(one.id, len(rank)), one.arrival))
-        run = self.run or next((one.state.run for one in ready if one.state.step), "")
-        found = [one for one in ready if one.state.step and one.state.run == run]
+        holders = [one for one in ready if one.state.step and (self.run or not self.starts_over)]
+        run = self.run or next((one.state.run for one in holders), "")
+        found = [one for one in holders if one.state.run == run]
         newest = max(found, key=lambda one: (one.state.starts, one.state.step), default=None)
         return sorted(ready, key=lambda one: one is not newest)
 
@@ -300,6 +303,8 @@ def _choose(now: Membership, view: View) -> None:
 def _conflict(now: Membership, candidates: list[Machine]) -> str:
     """Say why training cannot go on from the output folders of these machines; empty if it can."""
     first, holders = candidates[0], [one for one in candidates if one.state.step]
+    if now.starts_over:
+        return ""
     if now.run and first.state.step and first.state.run != now.run:
         return (
             f"output_dir on {first.host}, which is now the main machine, holds the checkpoints of another run. Remove that "

@@ -67,6 +67,7 @@ def attend(params: RendezvousParameters) -> tuple[Attendance, str, bool]:
         folder = Path(recipe.output_dir)
         attendance.newest_checkpoint = lambda: max((path.name for path in folder.glob("checkpoints/step_*")), default="")
         attendance.copies = Copies(folder, recipe.checkpoint.copies, recipe.resume, attendance.is_here)
+        attendance.starts_over = recipe.resume != "auto"
         attendance.on_connection, attendance.run = attendance.copies.accept, attendance.copies.run
     return attendance, where, is_host
 

@@ -114,7 +114,7 @@ def copy(here: Launcher, *others: Launcher) -> None:
 def test_a_copy_has_all_that_a_resume_needs_and_nothing_else(here, there, capsys):
     copy(here, there)
     assert files(there) == files(here) and not (there.copies.folder / "notes.txt").exists()
-    assert there.copies.state("") == here.copies.state("") == State(here.copies.run(), 1, 10)
+    assert there.copies.state() == here.copies.state() == State(here.copies.run(), 1, 10)
     assert "no common file system: there keeps a copy of output_dir (checkpoint.copies=1)" in capsys.readouterr().err
 
 
@@ -307,10 +307,6 @@ def test_what_cannot_be_written_is_said_once_and_tried_again(here, there, monkey
     assert not (there.copies.folder / ".incoming").exists()
 
 
-def test_a_job_that_starts_over_finds_nothing_but_its_own_run(here):
-    (here.copies.folder / RUN_ID).write_text("run")
-    for resume, run, step in (("auto", "", 10), ("auto", "other", 10), ("never", "", 0), ("never", "run", 10)):
-        here.copies.resume = resume
-        assert here.copies.state(run).step == step
+def test_a_broken_checkpoint_is_no_state_to_go_on_from(here):
     (here.copies.folder / "checkpoints/step_00000010/manifest.json").write_text(json.dumps({}))
-    assert here.copies.state("run").step == 0  # it is broken
+    assert here.copies.state() == State("", 1, 0)

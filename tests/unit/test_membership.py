@@ -262,13 +262,13 @@ def test_silence_is_counted_by_the_own_clock_and_not_while_this_machine_itself_s
     assert silence.look({"a": 8, "b": None}, 3600.0) == {"a": 1.0, "b": 2.0}
 
 
-def ready(run: str = "", **states: State) -> Membership:
+def ready(run: str = "", starts_over: bool = False, **states: State) -> Membership:
     """Machines that are ready for a round, by seniority, and what their folders hold."""
     machines = {
         name: Machine(name, name, "10.0.0.1", arrival=number, is_ready=True, state=state)
         for number, (name, state) in enumerate(states.items())
     }
-    return Membership("job", 1, 3, machines=machines, run=run)
+    return Membership("job", 1, 3, machines=machines, run=run, starts_over=starts_over)
 
 
 A, OTHER = State("run", starts=1, step=10), State("other", starts=9, step=90)
@@ -292,6 +292,13 @@ def test_the_machine_with_the_newest_state_of_the_run_becomes_the_first(run, sta
     own = states["a"]
     membership = ready(run, **states)
     following = advance(membership, View(membership.machines["a"], ready_after=-1, last_call_is_over=True, state=own))
+    assert following.phase is Phase.MEETING and following.chosen[0] == first
+
+
+@pytest.mark.parametrize(("run", "first"), [("", "a"), ("run", "c")])
+def test_a_job_that_starts_over_goes_on_with_nothing_but_its_own_run(run, first):
+    membership = ready(run, starts_over=True, a=State(), b=OTHER, c=A)
+    following = advance(membership, View(membership.machines["a"], ready_after=-1, last_call_is_over=True))
     assert following.phase is Phase.MEETING and following.chosen[0] == first
 
 
