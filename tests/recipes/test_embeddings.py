@@ -105,7 +105,7 @@ def test_with_scores_it_reports_spearman_instead_of_recall(trained):
     ("override", "message"),
     [
         ("task.pooling=max", "task.pooling='max' is not one of mean, cls, last."),
-        ("task.scale=0", "task.scale=0 must be above 0; 20 is usual."),
+        ("task.scale=0", "task.scale=0.0 must be above 0."),
         ("task.prefixes.querry=x", "task.prefixes.querry is not one of query, document. Did you mean 'query'?"),
         ("task.negative_columns=[answer,answer]", "Column 'answer' is named twice by task.anchor_column"),
         ("task.score_column=score", "eval.metric='recall_at_1' is not computed by Embeddings. It computes: loss, spearman."),
