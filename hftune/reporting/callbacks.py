@@ -8,8 +8,6 @@ from pathlib import Path
 from hftune.atomic import write_text
 from hftune.callbacks import Begin, Callback, End, EvaluationDone
 from hftune.checkpoints.run_folder import REPORT
-from hftune.reporting.card import CARD, card, read_facts
-from hftune.reporting.page import write_report
 from hftune.tracking.console import warning
 
 SLOW_S, SHARE = 0.5, 0.05
@@ -34,6 +32,8 @@ class Report(Callback):
         self.write()
 
     def write(self) -> None:
+        from hftune.reporting.page import write_report  # imports scipy and jinja2, for which the first step need not wait
+
         began = time.monotonic()
         try:
             write_report(self.folder)
@@ -54,6 +54,8 @@ class Card(Callback):
         self.recipe = begin.recipe
 
     def on_end(self, end: End) -> None:
+        from hftune.reporting.card import CARD, card, read_facts
+
         path: Path = end.result.model_dir / CARD
         try:
             write_text(path, card(read_facts(end.result.output_dir, self.recipe, end.result.to_json())))

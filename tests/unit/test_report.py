@@ -432,7 +432,7 @@ def test_report_that_takes_long_is_written_rarely_but_at_the_end(make_run, monke
         now[0] += 3.0
 
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    monkeypatch.setattr("hftune.reporting.callbacks.write_report", slowly)
+    monkeypatch.setattr("hftune.reporting.page.write_report", slowly)
     reporter = Report()
     reporter.on_begin(SimpleNamespace(output_dir=folder))
     for now[0] in (100.0, 120.0, 159.0, 160.0, 161.0):  # 3 seconds are 5 percent of a minute
