@@ -62,4 +62,6 @@ def test_a_plan_counts_them(kept, count):
     optimizer = torch.optim.AdamW(model.parameters())
     assert disk(recipe, planned, model, optimizer).checkpoints == count
     evaluated = SimpleNamespace(evaluations=planned.checkpoints, checkpoints=[100])
-    assert disk(recipe, evaluated, model, optimizer).checkpoints == count, "Each evaluation may be the best so far, and be kept."
+    assert disk(recipe, evaluated, model, optimizer).checkpoints == count, (
+        "Each evaluation may be the best so far, and be kept."
+    )
