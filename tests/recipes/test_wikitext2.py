@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.ngrams import bigram_perplexity, unigram_perplexity
-from hftune import ConfigError, Interrupted, Recipe, cli, load_model, train, training
+from hftune import ConfigError, Interrupted, Recipe, cli, finish, load_model, train
 from hftune.data.demo import paragraphs
 from hftune.reevaluation import evaluate
 from hftune.tasks.language_modeling import LanguageModeling
@@ -119,14 +119,14 @@ def test_the_best_model_is_tested_and_not_the_last_one(tmp_path, monkeypatch):
 
 
 def test_signal_in_the_test_writes_nothing_and_the_same_command_makes_it_again(tmp_path, monkeypatch, on_processes):
-    original = training.evaluate
+    original = finish.evaluate
 
     def evaluate(*arguments, **options):
         os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments, **options)
 
     with monkeypatch.context() as patched, pytest.raises(Interrupted) as caught:
-        patched.setattr(training, "evaluate", evaluate)
+        patched.setattr(finish, "evaluate", evaluate)
         train(tiny(tmp_path))
     checkpoint = tmp_path / "checkpoints" / "step_00000008"
     assert str(caught.value) == (f"SIGTERM: stopped while testing the best model. The same command resumes from {checkpoint}.")
