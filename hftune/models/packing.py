@@ -159,9 +159,9 @@ def packed_attention(
     if (repeats := query.shape[1] // key.shape[1]) > 1:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     if query.is_cuda and (query.dtype != torch.float32 or sliding_window is None):
-        kernel = efficient_attention if query.dtype == torch.float32 else flash_attention
-        heads_last = (x_1HNd[0].transpose(0, 1) for x_1HNd in (query, key, value))
-        return kernel(*heads_last, packing, packing, causal, dropout, scale, sliding_window)[None], None
+        kernel: Callable[..., Tensor] = efficient_attention if query.dtype == torch.float32 else flash_attention
+        q_NHd, k_NHd, v_NHd = (x_1HNd[0].transpose(0, 1) for x_1HNd in (query, key, value))
+        return kernel(q_NHd, k_NHd, v_NHd, packing, packing, causal, dropout, scale, sliding_window)[None], None
     return _text_by_text(query, key, value, packing, dropout, causal, scale, sliding_window), None
 
 

@@ -47,11 +47,11 @@ class Prefix:
         real_N = sorted_BT.flatten()[_ranges(range(0, B * T, T), totals).to(device)]
         first = [0, *accumulate(totals)][:-1]
         behind = [start + count for start, count in zip(first, counts[0], strict=True)]
-        texts = (
+        sources_at, titles_at = (
             Packing.at((1, len(real_N)), _ranges(starts, lengths).to(device), lengths)
             for starts, lengths in ((first, counts[0]), (behind, counts[1]))
         )
-        return cls(Packing.at((B, T), real_N, totals), *texts, packs_layers, is_asked_for)
+        return cls(Packing.at((B, T), real_N, totals), sources_at, titles_at, packs_layers, is_asked_for)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Prefix:
         """Return it on a device."""

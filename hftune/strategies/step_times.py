@@ -68,7 +68,8 @@ class StepTimes:
         in the next one."""
         self._told_of_s = 0.0
         """Duration of that step."""
-        self.discard()
+        self._began: float | None = None
+        self._loading_s = 0.0
         self._forget()
 
     def _forget(self) -> None:
@@ -116,8 +117,7 @@ class StepTimes:
 
     def discard(self) -> None:
         """Forget the current step."""
-        self._began: float | None = None
-        self._loading_s = 0.0
+        self._began, self._loading_s = None, 0.0
 
     # Of all processes
 
