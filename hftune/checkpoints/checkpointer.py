@@ -216,36 +216,28 @@ class Checkpointer:
         Args:
             logs: files that grow with the run, flushed to disk before the checkpoint gets its final name.
         """
+
+        def write() -> None:
+            try:
+                with atomic_path(path_of(self.folder, step)) as folder:  # replaces one of the same step, before its evaluation
+                    folder.mkdir(parents=True)
+                    files = _write_files(folder, step, tensors, progress, recipe)
+                    for log in logs:  # no checkpoint of steps that the ledger has no room for
+                        log.flush()
+                    if not self.is_ours():  # its machine was stopped for a while
+                        raise OSError("another process has taken over the folder")
+                self.failure, self.last = None, step
+                if self.on_written is not None:
+                    self.on_written(step, tensor_hashes(files))
+                self._prune(step, best_step)
+            except Exception as error:  # whatever it is, training continues, and the main thread reports it
+                self.failure = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
         self.wait()
         self.begun = step
-        arguments = (step, tensors, progress, recipe, best_step, logs)
         # Not a daemon: the interpreter waits for it on exit. A process that the heartbeat ends leaves a partial checkpoint.
-        self._writer = threading.Thread(target=self._write, args=arguments, name="checkpoint")
+        self._writer = threading.Thread(target=write, name="checkpoint")
         self._writer.start()
-
-    def _write(
-        self,
-        step: int,
-        tensors: Tensors,
-        progress: Mapping[str, Any],
-        recipe: str,
-        best_step: int | None,
-        logs: Sequence[GrowingFile],
-    ) -> None:
-        try:
-            with atomic_path(path_of(self.folder, step)) as folder:  # replaces one of the same step, before its evaluation
-                folder.mkdir(parents=True)
-                files = _write_files(folder, step, tensors, progress, recipe)
-                for log in logs:  # no checkpoint of steps that the ledger has no room for
-                    log.flush()
-                if not self.is_ours():  # its machine was stopped for a while
-                    raise OSError("another process has taken over the folder")
-            self.failure, self.last = None, step
-            if self.on_written is not None:
-                self.on_written(step, tensor_hashes(files))
-            self._prune(step, best_step)
-        except Exception as error:  # whatever it is, training continues, and the main thread reports it
-            self.failure = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
     def _prune(self, newest_step: int, best_step: int | None) -> None:
         """Remove all but the best and those that ``config`` keeps, oldest first.
