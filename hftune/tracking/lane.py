@@ -60,7 +60,7 @@ class Lane:
             raise
         except Exception as error:  # whatever a tracker's package raises
             raise ConfigError(f"track.with={self.name} does not start: {reason(error)}.") from error
-        self._is_watched = self.backend.url is not None and answers(self.backend.url)
+        self._is_watched = self.backend.url is not None and answers(self.backend.url) is True
         threading.Thread(target=self._run, name=f"hftune {self.name}", daemon=True).start()
 
     def do(self, method: str, *args: Any) -> None:
@@ -112,9 +112,10 @@ class Lane:
             now = time.monotonic()
             if now >= until:
                 return False
-            if not self._is_watched or until - now < ANSWER_S:
+            if self.backend.url is None or until - now < ANSWER_S:
                 continue
-            if answers(self.backend.url):
+            found = answers(self.backend.url)
+            if found or (found is None and not self._is_watched):  # it may answer the tracker's package, if not us
                 answered = time.monotonic()
             elif time.monotonic() - answered >= ANSWER_S:
                 return self.done.is_set()
@@ -145,14 +146,17 @@ class Lane:
         print(warning(what.rstrip()), flush=True)
 
 
-def answers(url: str) -> bool:
-    """Ask a server something; return whether it says anything, be it that it does not know us."""
+def answers(url: str) -> bool | None:
+    """Ask a server something; return whether it says anything, be it that it does not know us; None if nobody can say."""
     try:
         urllib.request.urlopen(url, timeout=ANSWER_S).close()
     except urllib.error.HTTPError as error:
-        return error.code < 500
+        return True if error.code < 500 else None
     except (OSError, HTTPException) as error:
-        return isinstance(getattr(error, "reason", error), ssl.SSLError)  # a certificate that the package may accept
+        why = getattr(error, "reason", error)
+        if isinstance(why, ConnectionRefusedError):
+            return False
+        return True if isinstance(why, ssl.SSLError) else None  # a certificate that the package may accept
     return True
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import socket
 import sys
 import threading
 import time
@@ -412,3 +413,20 @@ def test_of_many_classes_the_most_frequent_mistakes_are_shown(tmp_path):
     )
     tracker.log_confusion_matrix(2, [[1, 0], [0, 1]], ["of another size"])
     assert calls(tracker, "Remembers")[-1][1] == 1
+
+
+@pytest.mark.parametrize("was_seen", [True, False])
+def test_the_end_does_not_wait_for_a_server_that_is_gone_even_if_it_was_too_slow_to_be_seen(was_seen, tmp_path, monkeypatch):
+    monkeypatch.setattr(lane, "ANSWER_S", 0.3)
+    monkeypatch.setattr(lane, "PROBE_INTERVAL_S", 0.1)
+    tracker = opened(tmp_path, "Hangs")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        tracker._lanes[0].backend.url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        tracker._lanes[0]._is_watched = was_seen
+        began = time.monotonic()
+        if not was_seen:  # it hangs: perhaps it answers others
+            tracker.log_samples(1, [{"text": "a"}])
+            assert not tracker._lanes[0].wait(began + 1.5) and time.monotonic() - began >= 1.5
+    tracker.log_samples(1, [{"text": "a"}])
+    tracker.close("done")
+    assert time.monotonic() - began < 20
