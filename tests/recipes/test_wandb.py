@@ -12,7 +12,7 @@ import pytest
 import wandb
 
 from hftune import ConfigError, Recipe
-from hftune.distributed.failure_report import STOPPED, Report
+from hftune.callbacks import Failure
 from hftune.tracking.backend import EarlierRun
 from hftune.tracking.tracker import Tracker
 from hftune.tracking.wandb_tracker import WandbRun
@@ -212,7 +212,7 @@ def test_server_that_hangs_holds_up_neither_a_step_nor_an_interruption(server, t
     tracker.log_predictions(1, [{"error": 1.0}])
     assert time.monotonic() - began < 10
     tracker.log(2, None, {"train/loss": 1.0})
-    tracker.end_early(Report("hftune: SIGTERM", STOPPED))
+    tracker.on_failure(Failure(reason="SIGTERM", is_interruption=True))
     assert time.monotonic() - began < 25  # 4.5 on an idle machine
     found = read(files_of(tmp_path / "out")[0])
     assert [row["_step"] for row in found["history"]] == [1, 2] and found["preempting"]
