@@ -11,7 +11,7 @@ from hftune.config import Recipe
 from hftune.tracking.console import aligned, duration, is_number, note, one_line, printed_width, short, table
 from hftune.tracking.facts import Facts
 
-MOST_LABELS = 10
+MAX_LABELS = 10
 """Labels to list; of more, only the rarest and the most frequent one are named."""
 PRECISIONS = {"no": "float32", "bf16": "bf16 and float32", "fp16": "fp16 and float32"}
 """In words, as run.json names them."""
@@ -46,7 +46,7 @@ def describe_model(facts: Facts) -> str:
 
 def describe_classes(counts: Mapping[str, int]) -> str:
     """List the classes with their samples; of many, the extremes."""
-    if len(counts) <= MOST_LABELS:
+    if len(counts) <= MAX_LABELS:
         return ", ".join(f"{one_line(name, 24)}: {count:,}" for name, count in counts.items())
     ordered = sorted(counts.items(), key=lambda item: item[1])
     rarest, commonest = (f"{count:,} ({one_line(name, 24)})" for name, count in (ordered[0], ordered[-1]))
