@@ -51,35 +51,19 @@ def open_run(
     From here on a signal is a request to stop after the current step.
     """
     session.progress.stage("opening the output folder")
-    recipe, state, path = output.recipe, restored.state, output.path
-    usage, clock = session.sample_usage(strategy.device, path), Stopwatch()
+    recipe, state, clock = output.recipe, restored.state, Stopwatch()
     computed_on = strategy.gather_to_main([(strategy.process_index, hardware(strategy.device))])
     output.find_best(strategy, state)
 
     def ledger_start() -> dict[str, Any]:
-        rows_root = keep_rows(path, parts.datasets["train"], provenance.digests["train data"], strategy.progress)
-        checkpoint = output.start.checkpoint
-        return start_facts(recipe, strategy, parts, provenance, checkpoint, of_all(computed_on or []), rows_root)
+        rows_root = keep_rows(output.path, parts.datasets["train"], provenance.digests["train data"], strategy.progress)
+        return start_facts(recipe, strategy, parts, provenance, output.start.checkpoint, of_all(computed_on or []), rows_root)
 
-    ledger = Ledger(path / LEDGER, ledger_start, output.is_ours)
+    ledger = Ledger(output.path / LEDGER, ledger_start, output.is_ours)
     is_evaluated, must_start = state.evaluated_step == state.step, not session.info.round
     tracker = Tracker(recipe, restored.run_ids, is_evaluated, must_start, output.before_release)
     console = Console(strategy.is_main, parts.num_steps, state.step, recipe.eval.metric)
-    arithmetic = parts.arithmetic
-    peak = None if arithmetic is None else all_peaks(strategy, recipe)
-    # What happens at each event, from top to bottom.
-    ours = [
-        ledger,  # what each step was computed from, and what came out
-        Throughput(strategy.times.take, usage, arithmetic=arithmetic, peak_flops=peak),  # logs the values perf/...
-        Profiler(recipe.train.profile, path / PROFILE, strategy.process_index, strategy.device, clock.paused),
-        Predictions(path, recipe.task, strategy.progress.tick),  # predictions.jsonl, images of samples, folds
-        wing("hftune.reporting.callbacks.Card"),  # the model card
-        wing("hftune.reporting.callbacks.Report"),  # report.html
-        Printout(),  # prints what is trained, and what came out
-        tracker,  # metrics.jsonl and track.with
-        console,  # lines and the progress bar
-    ]
-    listening = Callbacks([*ours, *users], strategy.is_main)
+    ours = our_callbacks(output, session, strategy, parts, clock, ledger, tracker, console)
     run = Run(
         recipe,
         strategy,
@@ -88,28 +72,60 @@ def open_run(
         parts.num_steps,
         state,
         provenance,
-        listening,
-        Checkpointer(path / "checkpoints", recipe.checkpoint, last=state.step or None, is_ours=output.is_ours),
+        Callbacks([*ours, *users], strategy.is_main),
+        Checkpointer(output.path / "checkpoints", recipe.checkpoint, last=state.step or None, is_ours=output.is_ours),
         session.accept_stop_requests(),
         clock,
         console.scored,
         lambda: [tracker.file, ledger.file],
     )
-
-    def checkpoint_written(step: int, hashes: dict[str, str]) -> None:
-        done = CheckpointDone(step=step, path=path_of(run.checkpointer.folder, step), hashes=hashes, waited_s=run.waited_s)
-        listening.tell("on_checkpoint", done)
-
-    def failed(report: Report) -> None:
-        listening.tell("on_failure", Failure(reason=report.sentence, is_interruption=report.is_interruption))
-
-    run.checkpointer.on_written = checkpoint_written
-    session.at_failure(failed)
-    if strategy.is_main:
-        session.at_end(run.checkpointer.wait)  # before the folder is released
+    connect(run, session)
     begin(run, output, session, parts)
     provenance.run_ids = strategy.on_main(tracker.run_ids)
     return run
+
+
+def our_callbacks(
+    output: OutputDir,
+    session: Session,
+    strategy: Strategy,
+    parts: Parts,
+    clock: Stopwatch,
+    ledger: Ledger,
+    tracker: Tracker,
+    console: Console,
+) -> list[Callback]:
+    """Return what happens at each event, from top to bottom. Collective."""
+    recipe, path, progress = output.recipe, output.path, strategy.progress
+    usage = session.sample_usage(strategy.device, path)
+    peak = None if parts.arithmetic is None else all_peaks(strategy, recipe)
+    return [
+        ledger,  # what each step was computed from, and what came out
+        Throughput(strategy.times.take, usage, arithmetic=parts.arithmetic, peak_flops=peak),  # logs the values perf/...
+        Profiler(recipe.train.profile, path / PROFILE, strategy.process_index, strategy.device, clock.paused),
+        Predictions(path, recipe.task, progress.tick),  # predictions.jsonl, images of samples, folds
+        wing("hftune.reporting.callbacks.Card"),  # the model card
+        wing("hftune.reporting.callbacks.Report"),  # report.html
+        Printout(),  # prints what is trained, and what came out
+        tracker,  # metrics.jsonl and track.with
+        console,  # lines and the progress bar
+    ]
+
+
+def connect(run: Run, session: Session) -> None:
+    """Let callbacks hear of what happens beside the loop: complete checkpoints, and the failure of a process."""
+
+    def checkpoint_written(step: int, hashes: dict[str, str]) -> None:
+        done = CheckpointDone(step=step, path=path_of(run.checkpointer.folder, step), hashes=hashes, waited_s=run.waited_s)
+        run.callbacks.tell("on_checkpoint", done)
+
+    def failed(report: Report) -> None:
+        run.callbacks.tell("on_failure", Failure(reason=report.sentence, is_interruption=report.is_interruption))
+
+    run.checkpointer.on_written = checkpoint_written
+    session.at_failure(failed)
+    if run.strategy.is_main:
+        session.at_end(run.checkpointer.wait)  # before the folder is released
 
 
 def wing(path: str) -> Callback:

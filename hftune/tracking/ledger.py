@@ -94,10 +94,6 @@ class Ledger(Callback):
     def on_end(self, end: End) -> None:
         self.file.close()
 
-    def flush(self) -> None:
-        """Wait until all lines are on the disk. Raises OSError if there is no room for them."""
-        self.file.flush()
-
     def _append(self, line: str) -> None:
         """Write a line, given as a JSON object, with the hash of the one before.
 

@@ -137,10 +137,6 @@ class Tracker(Callback):
         self.file.close()
         self._later(lambda: self.close(f"{end.result.steps} steps, {describe_best(end.result.best)}."))
 
-    def flush(self) -> None:
-        """Wait until metrics.jsonl is on the disk. Raises OSError if there is no room for it."""
-        self.file.flush()
-
     def start(self, step: int, facts: Mapping[str, Any]) -> None:
         """Open metrics.jsonl and the trackers.
 
