@@ -32,17 +32,17 @@ from hftune.atomic import atomic_path, remove
 from hftune.errors import ConfigError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-CHECKED = 2**29
-"""Of an array's file, its size and its first and last 512 MiB are compared with what was written: 0.1 s a GiB."""
-ELSEWHERE = (
+CHECKED_BYTES = 2**29
+"""A cached array is checked by its size and a hash of its first and last 512 MiB, which takes about 0.1 s per GiB."""
+ADVICE = (
     "Set HF_HOME (for models and data sets) or HF_DATASETS_CACHE (for data sets only) to a folder that you can write to, "
     "with enough space."
 )
-STALE_SECONDS = 86_400
-"""Age of unfinished files that no running process writes any more."""
+STALE_S = 86_400
+"""Unfinished files that have not changed for this long are left over from a killed process, and are removed."""
 
 _on_wait: ContextVar[Callable[[], None]] = ContextVar("_on_wait", default=lambda: None)
-"""Says that this process waits; set by ``one_at_a_time`` for all locks that are taken inside it."""
+"""Called when this process waits for a lock; ``one_at_a_time`` sets it for all locks that are taken inside it."""
 
 
 def cache_dir() -> Path:
@@ -61,7 +61,7 @@ def cache_dir() -> Path:
 
 
 def _refuse(path: Path, what: str, error: OSError) -> NoReturn:
-    raise ConfigError(f"{path}, the cache of prepared data, cannot be {what}: {error.strerror}. {ELSEWHERE}") from error
+    raise ConfigError(f"{path}, the cache of prepared data, cannot be {what}: {error.strerror}. {ADVICE}") from error
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turn a failure to write into the cache into a ConfigError."""
+    """Turn failures to write into the cache into a ConfigError."""
     try:
         yield
     except OSError as error:
@@ -147,7 +147,7 @@ def cached_arrays(key: Any, make: Callable[[], Mapping[str, np.ndarray | Stream]
                     _write(path, make())
                 arrays = _read(path)
     if arrays is None:
-        raise ConfigError(f"{path}.json, in the cache of prepared data, cannot be read back as it was written. {ELSEWHERE}")
+        raise ConfigError(f"{path}.json, in the cache of prepared data, cannot be read back as it was written. {ADVICE}")
     return arrays
 
 
@@ -186,7 +186,7 @@ def _read(path: Path) -> dict[str, np.ndarray] | None:
     except OSError as error:
         raise ConfigError(
             f"{error.filename or f'{path}.json'}, in the cache of prepared data, cannot be read: {error.strerror}. "
-            f"Make it readable, or remove it to have it made again. {ELSEWHERE}"
+            f"Make it readable, or remove it to have it made again. {ADVICE}"
         ) from error
 
 
@@ -209,10 +209,10 @@ def _file(path: Path, name: str) -> Path:
 
 
 def _checksum(path: Path) -> str:
-    """Return the size of a file, and a hash of its first and last CHECKED bytes."""
+    """Return the size of a file, and a hash of its first and last CHECKED_BYTES."""
     content = np.memmap(path, np.uint8, mode="r")
-    hasher = xxhash.xxh3_128(content[:CHECKED].data)
-    hasher.update(content[max(CHECKED, len(content) - CHECKED) :].data)
+    hasher = xxhash.xxh3_128(content[:CHECKED_BYTES].data)
+    hasher.update(content[max(CHECKED_BYTES, len(content) - CHECKED_BYTES) :].data)
     return f"{len(content)} {hasher.hexdigest()}"
 
 
@@ -249,7 +249,7 @@ def _remove_stale() -> None:
     for pattern in (".mapped-*", ".*.writing", "tmp*"):
         for path in cache_dir().glob(pattern):
             with suppress(OSError):
-                if time.time() - path.stat().st_mtime > STALE_SECONDS:
+                if time.time() - path.stat().st_mtime > STALE_S:
                     remove(path)
 
 

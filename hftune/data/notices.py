@@ -17,14 +17,14 @@ from hftune.data.row_hashes import BYTES
 
 DOING = {"train": "Training", "eval": "Evaluating", "test": "Testing"}
 MAX_BYTES = 2**31
-"""Bytes of images in memory up to which splits are compared: a second or two of hashing."""
+"""Splits are compared if their images have at most this many bytes in memory: hashing them takes a second or two."""
 
 
 def ignored_splits(task: Any) -> list[str]:
     """Return a notice of the split keys that have no effect: files and functions have no names of splits.
 
     Args:
-        task: with the fields dataset, data_files and some of train_split, eval_split and test_split. Keys that have their
+        task: with the fields dataset, data_files and some of train_split, eval_split and test_split. Keys at their
             default are not mentioned.
     """
     if not (task.data_files or ":" in (task.dataset or "")):
@@ -40,7 +40,7 @@ def ignored_splits(task: Any) -> list[str]:
 
 
 def held_out(task: Any, total: int, what: str = "rows") -> list[str]:
-    """Return a notice of the training rows that are evaluated on instead; ``total``: of the training data."""
+    """Return a notice of the training rows that are held out for evaluation; ``total``: the number of training rows."""
     if not task.evaluates and (key := held_out_key(task)):
         return [
             f"{key}: a part of the {total:,} {what} of the train split is held out, although eval.every=never uses none; "
@@ -51,7 +51,7 @@ def held_out(task: Any, total: int, what: str = "rows") -> list[str]:
         return [f"task.eval_fold={task.eval_fold}: evaluated on fold {fold} of {num_folds} (from 0), trained on the others."]
     if (key := held_out_key(task)) is None:
         return []
-    return [f"{key}: a share of the {total:,} {what} of the train split is evaluated on instead, the same in every run."]
+    return [f"{key}: a share of the {total:,} {what} of the train split is held out for evaluation, the same in every run."]
 
 
 def unused_splits(task: Any, names: Iterable[str]) -> list[str]:

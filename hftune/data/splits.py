@@ -16,7 +16,7 @@ import numpy as np
 from hftune.errors import DataError
 
 SEED = 42
-"""As of ``task.max_train_samples``: the rows are the same in every run, whatever its seed."""
+"""Seed of all choices of rows, so that they are the same in every run, whatever its own seed."""
 Labels = Sequence[Any]
 Pair = tuple[np.ndarray, np.ndarray]
 """Indices of the rows to train on and of those to evaluate on, ascending."""
@@ -184,10 +184,11 @@ def _shuffled_classes(num_rows: int, labels: Labels | None, seed: int, row_of: C
     for index, label in enumerate(labels):
         members.setdefault(label, []).append(index)
     if single := [label for label, indices in members.items() if len(indices) == 1]:
-        more = f"; so have {len(single) - 1} more classes" if len(single) > 1 else ""
+        others = {1: "", 2: " 1 more class has a single row, too."}
+        more = others.get(len(single), f" {len(single) - 1} more classes have a single row, too.")
         raise DataError(
-            f"The class {single[0]!r} has a single row in the train split, row {row_of(members[single[0]][0])}{more}. To hold "
-            "out rows of each class, it needs two: add rows, remove it, or name evaluation data (task.eval_split or "
-            "task.data_files.eval)."
+            f"The class {single[0]!r} has a single row in the train split, row {row_of(members[single[0]][0])}.{more} To hold "
+            "out rows of each class, each needs at least two: add rows, remove the class, or name evaluation data "
+            "(task.eval_split or task.data_files.eval)."
         )
     return [rng.permutation(np.array(indices)) for indices in members.values()]

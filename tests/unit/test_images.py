@@ -372,7 +372,9 @@ def test_the_best_model_is_not_chosen_on_the_test_images(tmp_path):
     folder = write_folder(tmp_path)
     task = of_folder(folder, eval_split=None)
     assert {split: len(images) for split, images in task.datasets().items()} == {"train": 3, "eval": 3}
-    held_out = "task.eval_share=0.1: a share of the 6 images of the train split is evaluated on instead, the same in every run."
+    held_out = (
+        "task.eval_share=0.1: a share of the 6 images of the train split is held out for evaluation, the same in every run."
+    )
     unused = (
         "The data set has the split test, too, which nothing uses: task.eval_split names the one to choose the best model by, "
         "task.test_split the one to test it on."

@@ -56,7 +56,8 @@ def test_each_row_is_in_one_fold_and_folds_and_their_classes_differ_by_one_row_a
 def test_a_class_with_a_single_row_is_refused_by_its_name_and_its_row(tmp_path):
     file = one_file(tmp_path, [*"aabb", "rare", *"ab", "odd"])
     with pytest.raises(
-        DataError, match=r"The class 'rare' has a single row in the train split, row 4; so have 1 more classes\. To"
+        DataError,
+        match=r"The class 'rare' has a single row in the train split, row 4\. 1 more class has a single row, too\. To",
     ):
         task(data_files={"train": file}, eval_share=0.3).datasets()
 
@@ -89,7 +90,7 @@ def test_one_file_is_split_into_train_and_eval_and_its_rows_keep_their_numbers(t
     assert rows["text"] == [f"text number {row} of class {LABELS[row]}" for row in row_numbers(rows, range(11))]
     said = notices.held_out(loaded, 100)
     assert said == [
-        "task.eval_share=0.1: a share of the 100 rows of the train split is evaluated on instead, the same in every run."
+        "task.eval_share=0.1: a share of the 100 rows of the train split is held out for evaluation, the same in every run."
     ]
     assert not any("max_train_samples" in notice for notice in loaded.row_notices())
 
