@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hftune.commands.arguments import add_trust_code, check_output, write_text
-from hftune.data.files import held_out_key, names_eval_data
+from hftune.data.sources import held_out_key, names_eval_data
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError, is_number
 

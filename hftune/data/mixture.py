@@ -5,7 +5,7 @@ How often each row is used in an epoch follows from the weights; see ``BatchPlan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,8 +14,8 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from hftune.data.files import mixture_name
 from hftune.data.rows import load_split, row_numbers
+from hftune.data.sources import Source, mixture_name
 from hftune.errors import DataError, did_you_mean
 
 
@@ -57,19 +57,14 @@ class Mixture:
         return [*accumulate(map(len, self.sources))]
 
 
-def load_mixture(entries: Sequence[Mapping[str, Any]], commit_of: Callable[[int], str | None]) -> Mixture:
-    """Load the data sets of ``task.datasets``.
-
-    Args:
-        commit_of: returns the commit of a data set on the Hub, by its position; None for the others.
+def load_mixture(entries: Sequence[Mapping[str, Any]], sources: Sequence[Source]) -> Mixture:
+    """Load the data sets of ``task.datasets``, which come from ``sources``.
 
     Raises:
         DataError: one of them cannot be loaded, lacks a column, or holds something else in a column of the same name.
     """
     names = [mixture_name(entry, index) for index, entry in enumerate(entries)]
-    loaded = [
-        _load(entry, index, name, commit_of(index)) for index, (entry, name) in enumerate(zip(entries, names, strict=True))
-    ]
+    loaded = [_load(entry, source, name) for entry, source, name in zip(entries, sources, names, strict=True)]
     common = [column for column in loaded[0].column_names if all(column in rows.column_names for rows in loaded)]
     if not common:
         listed = "; ".join(f"{name} has {', '.join(rows.column_names)}" for name, rows in zip(names, loaded, strict=True))
@@ -79,16 +74,14 @@ def load_mixture(entries: Sequence[Mapping[str, Any]], commit_of: Callable[[int]
     return Mixture(names, weights, loaded)
 
 
-def _load(entry: Mapping[str, Any], index: int, name: str, commit: str | None) -> datasets.Dataset:
-    files = {"train": entry["data_files"]} if entry.get("data_files") else None
-    dataset, config = str(entry.get("dataset") or ""), entry.get("dataset_config")
-    rows = load_split(dataset, str(entry.get("split", "train")), files, "train", config=config, commit=commit)
+def _load(entry: Mapping[str, Any], source: Source, name: str) -> datasets.Dataset:
+    rows = load_split(source, "train", str(entry.get("split", "train")))
     renamed = {column: ours for ours, column in (entry.get("columns") or {}).items()}
     for column, ours in renamed.items():
         if column not in rows.column_names:
             hint = did_you_mean(column, rows.column_names)
-            key = f"task.datasets[{index}].columns.{ours}={column}"
-            raise DataError(f"{key} is not a column of {name}. It has: {', '.join(rows.column_names)}.{hint}")
+            named = f"{source.key}.columns.{ours}={column}"
+            raise DataError(f"{named} is not a column of {name}. It has: {', '.join(rows.column_names)}.{hint}")
     rows = rows.remove_columns([ours for ours in renamed.values() if ours in rows.column_names and ours not in renamed])
     return rows.rename_columns({column: ours for column, ours in renamed.items() if column != ours})
 

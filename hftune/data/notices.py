@@ -12,8 +12,8 @@ import numpy as np
 
 from hftune.batch_plan import drawn
 from hftune.data.digest import entry_hashes, file_content
-from hftune.data.files import held_out_key
 from hftune.data.row_hashes import BYTES
+from hftune.data.sources import held_out_key
 
 DOING = {"train": "Training", "eval": "Evaluating", "test": "Testing"}
 MAX_BYTES = 2**31

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
@@ -25,10 +25,11 @@ from hftune.config.importing import import_named
 from hftune.data import idx
 from hftune.data.cache import cached_value
 from hftune.data.digest import content_digest
-from hftune.data.files import FILE_FORMATS, INSTEAD, NO_EVAL_DATA, NOT_UTF8, SURPLUS, file_format, local_files
+from hftune.data.files import FILE_FORMATS, NOT_UTF8, SURPLUS, file_format, local_files
 from hftune.data.hub import failure, fetch
 from hftune.data.labels import read_labels
-from hftune.data.splits import Part
+from hftune.data.sources import INSTEAD, NO_EVAL_DATA, Source
+from hftune.data.splits import Split
 from hftune.errors import DataError
 
 READER_OPTIONS: dict[str, dict[str, Any]] = {
@@ -39,56 +40,41 @@ READER_OPTIONS: dict[str, dict[str, Any]] = {
 have one cell more than the header, the first column would not be read at all. text: a byte order mark is no character."""
 
 
-def load_split(
-    dataset: str,
-    source_split: str,
-    data_files: Mapping[str, Any] | None,
-    split: str,
-    data_dir: str | None = None,
-    instead: str = INSTEAD,
-    config: str | None = None,
-    commit: str | None = None,
-) -> datasets.Dataset:
+def load_split(source: Source, split: str, source_split: str = "") -> datasets.Dataset:
     """Load the rows of one split ("train", "eval" or "test") of a data set.
 
     Args:
-        dataset: a name on the Hub, with its ``commit``; imagefolder or idx, with ``data_dir``; a folder; or
-            ``module:function``, which is called with ``split`` and returns rows as dictionaries. With data_files, one of
-            FILE_FORMATS; with any other value, the suffixes of the files tell their format.
-        source_split: name of the split on the Hub or in the folder, such as "train", "test" or "train[:10%]".
-        split: what it is used for: "train", "eval" or "test".
-        data_files: {"train": path, "eval": path}, used instead of ``dataset``.
-        data_dir: folder of imagefolder or idx, or folder of the Hub repository to read instead of the whole repository.
-        instead: keys to set if the Hub cannot be reached.
-        config: configuration of a data set on the Hub that has several, such as "wikitext-2-v1".
+        split: what it is used for: "train", "eval" or "test". A function is called with it; files are named by it.
+        source_split: name of the split on the Hub or in a folder, such as "train", "test" or "train[:10%]".
 
     Raises:
         DataError: the split cannot be loaded or has no rows.
     """
     with _explaining_eval_split(split):
-        if data_files:
-            rows = _from_files(dataset, data_files[split], split)
-        elif ":" in dataset:
-            rows = _from_function(dataset, split)
-        elif dataset == "idx":
-            rows = idx.load(Path(data_dir or "").expanduser(), source_split)
-        elif commit is not None:
-            rows = _from_hub(dataset, commit, source_split, config, data_dir, instead)
-        elif data_dir:
-            folder = str(Path(data_dir).expanduser())
-            rows = load(dataset, f"task.data_dir={data_dir}", instead, split=source_split, data_dir=folder)
+        if source.kind == "files":
+            rows = _from_files(source, split)
+        elif source.kind == "function":
+            rows = _from_function(source.dataset, split)
+        elif source.kind == "hub":
+            rows = _from_hub(source, source_split)
+        elif source.kind == "idx":
+            rows = idx.load(Path(source.folder or "").expanduser(), source_split)
+        elif source.folder:
+            named, folder = f"{source.key}.data_dir={source.folder}", str(Path(source.folder).expanduser())
+            rows = load(source.dataset, named, source.instead, split=source_split, data_dir=folder)
         else:
-            rows = load(str(Path(dataset).expanduser()), f"task.dataset={dataset}", instead, name=config, split=source_split)
+            folder = str(Path(source.dataset).expanduser())
+            rows = load(folder, source.named, source.instead, name=source.config, split=source_split)
     if len(rows) == 0:
-        where = f" ({data_files[split]})" if data_files else ""
-        raise DataError(f"The {split} split{f' of {dataset}' if dataset else ''} has no rows{where}.")
+        files = f" ({source.files[split]})" if source.files else ""
+        raise DataError(f"The {split} split{f' of {source.dataset}' if source.dataset else ''} has no rows{files}.")
     return rows
 
 
 def take(
-    rows: datasets.Dataset, part: Part | None, label_column: str | None = None, sizes: Sequence[int] | None = None
+    rows: datasets.Dataset, split: Split | None, label_column: str | None = None, sizes: Sequence[int] | None = None
 ) -> datasets.Dataset:
-    """Return the rows that a split uses, in their original order; all of them if ``part`` is None.
+    """Return the rows that a split uses, in their original order; all of them if ``split`` is None.
 
     Args:
         label_column: column of the labels, to hold out rows of each class.
@@ -97,15 +83,15 @@ def take(
     Raises:
         DataError: see ``split_off``; or the column does not hold labels.
     """
-    if part is None:
+    if split is None:
         return rows
 
     def row_of(index: int) -> int:
         return row_numbers(rows, [index])[0]
 
-    by_class = part.held_out is not None and label_column is not None
+    by_class = split.held_out is not None and label_column is not None
     labels = read_labels(rows, label_column, "train", row_of) if by_class else None
-    indices = part.indices(len(rows), labels, row_of, sizes)
+    indices = split.indices(len(rows), labels, row_of, sizes)
     if len(indices) == len(rows):
         return rows
     selected = rows.select(indices)
@@ -131,11 +117,12 @@ def _from_function(name: str, split: str) -> datasets.Dataset:
     return datasets.Dataset.from_list(list(function(split)))
 
 
-def _from_files(dataset: str, files: str | Sequence[str], split: str) -> datasets.Dataset:
+def _from_files(source: Source, split: str) -> datasets.Dataset:
+    files = source.files[split]
     patterns = [files] if isinstance(files, str) else files
     paths = [str(Path(path).expanduser()) if path.startswith("~") else path for path in patterns]
-    kind = dataset if dataset in FILE_FORMATS else file_format(paths[0])
-    return load_files(kind, f"task.data_files.{split}={files}", paths, split)
+    kind = source.dataset if source.dataset in FILE_FORMATS else file_format(paths[0])
+    return load_files(kind, f"{source.files_key(split)}={files}", paths, split)
 
 
 def _swallowing_row(rows: datasets.Dataset, separator: str) -> int | None:
@@ -223,23 +210,22 @@ def check_lost_rows(rows: datasets.Dataset, source: str, files: Sequence[str], s
         )
 
 
-def _from_hub(
-    dataset: str, commit: str, source_split: str, config: str | None, data_dir: str | None, instead: str
-) -> datasets.Dataset:
-    """Load a split of exactly this commit, if possible from the cache alone."""
-    source, instead = f"task.dataset={dataset}", f"Without the Hub, name files: {instead}."
-    if data_dir:
-        return _from_hub_folder(dataset, commit, source_split, data_dir, instead)
-    if config:
-        source += f" with task.dataset_config={config}"
+def _from_hub(source: Source, source_split: str) -> datasets.Dataset:
+    """Load a split of exactly the source's commit, if possible from the cache alone."""
+    dataset, commit, key = source.dataset, source.commit, source.dataset_key
+    named, instead = source.named, f"Without the Hub, name files: {source.instead}."
+    if source.folder:
+        return _from_hub_folder(source, source_split, instead)
+    if source.config:
+        named += f" with {key}_config={source.config}"
     if not is_offline_mode():  # unlike datasets, this says why a repository cannot be reached
-        fetch("dataset", dataset, commit, ["README.md"], "task.dataset", instead)
+        fetch("dataset", dataset, commit, ["README.md"], key, instead)
     try:
-        builder = datasets.load_dataset_builder(dataset, name=config, revision=commit)
+        builder = datasets.load_dataset_builder(dataset, name=source.config, revision=commit)
         if builder.hash != commit:  # if the Hub does not answer, datasets uses the newest commit in its cache
             raise DataError(
-                f"{source}: the cache has commit {builder.hash}, but commit {commit} is needed. Run once without "
-                f"HF_HUB_OFFLINE, or set task.dataset_revision={builder.hash}."
+                f"{named}: the cache has commit {builder.hash}, but commit {commit} is needed. Run once without "
+                f"HF_HUB_OFFLINE, or set {key}_revision={builder.hash}."
             )
         builder.download_and_prepare()
         return builder.as_dataset(split=source_split)
@@ -247,28 +233,29 @@ def _from_hub(
         if "scripts are no longer supported" not in str(error):
             raise
         raise DataError(
-            f"{source} has a loading script, and hftune runs no code from the Hub. The Hub has a converted copy of most such "
-            "data sets: set task.dataset_revision=refs/convert/parquet, and task.data_dir=... to the folder of a configuration."
+            f"{named} has a loading script, and hftune runs no code from the Hub. The Hub has a converted copy of most such "
+            f"data sets: set {key}_revision=refs/convert/parquet, and {source.key}.data_dir=... to the folder of a "
+            "configuration."
         ) from error
     except DatasetGenerationError as error:
-        raise DataError(f"{source} cannot be read: {str(error.__cause__ or error).strip().rstrip('.')}.") from error
+        raise DataError(f"{named} cannot be read: {str(error.__cause__ or error).strip().rstrip('.')}.") from error
     except (OSError, httpx.HTTPError) as error:
-        raise DataError(failure(error, "dataset", dataset, "task.dataset", instead)) from error
+        raise DataError(failure(error, "dataset", dataset, key, instead)) from error
     except ValueError as error:  # as datasets reports an unknown split or configuration
-        raise DataError(f"{source} cannot be loaded: {error}") from error
+        raise DataError(f"{named} cannot be loaded: {error}") from error
 
 
-def _from_hub_folder(dataset: str, commit: str, source_split: str, data_dir: str, instead: str) -> datasets.Dataset:
+def _from_hub_folder(source: Source, source_split: str, instead: str) -> datasets.Dataset:
     """Download a folder of a repository and read it as a local folder.
 
     datasets 5.2 does not find offline what it has loaded from the Hub with a data_dir.
     """
-    name = data_dir.strip("/")
-    folder = fetch("dataset", dataset, commit, [f"{name}/**"], "task.dataset", instead) / name
-    source = f"task.dataset={dataset} with task.data_dir={data_dir}"
+    name, key = source.folder.strip("/"), source.dataset_key
+    folder = fetch("dataset", source.dataset, source.commit, [f"{name}/**"], key, instead) / name
+    named = f"{source.named} with {source.key}.data_dir={source.folder}"
     if not folder.is_dir():
-        raise DataError(f"{source}: commit {commit} has no such folder.")
-    return load(str(folder), source, split=source_split)
+        raise DataError(f"{named}: commit {source.commit} has no such folder.")
+    return load(str(folder), named, split=source_split)
 
 
 def load(dataset: str, source: str, instead: str = INSTEAD, **kwargs: Any) -> datasets.Dataset:

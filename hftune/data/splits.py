@@ -48,10 +48,10 @@ class HeldOut:
 
 
 @dataclass(frozen=True)
-class Part:
+class Split:
     """The rows of the data that one split uses."""
 
-    split: str
+    name: str
     """"train", "eval" or "test"."""
     count: int | None = None
     """Number of rows to use; None for all."""
@@ -61,8 +61,8 @@ class Part:
     """Number of rows to make folds of; None for all."""
 
     @classmethod
-    def of(cls, task: Any, split: str, counts: Mapping[str, int | None], in_order: bool = False) -> Part:
-        """Return the part that a task with ``held_out_share`` and ``eval_fold`` says.
+    def of(cls, task: Any, name: str, counts: Mapping[str, int | None], in_order: bool = False) -> Split:
+        """Return the split that a task with ``held_out_share`` and ``eval_fold`` says.
 
         A share is held out before rows are counted, so that the evaluation rows do not depend on the number of training rows.
         Folds are those of the training rows that are counted: together they evaluate each of these once.
@@ -70,10 +70,10 @@ class Part:
         Args:
             counts: number of rows to use, by split; None for all.
         """
-        held_out = None if split == "test" else HeldOut.of(task, in_order)
+        held_out = None if name == "test" else HeldOut.of(task, in_order)
         if held_out is None or held_out.fold is None:
-            return cls(split, counts[split], held_out)
-        return cls(split, None, held_out, counts["train"])
+            return cls(name, counts[name], held_out)
+        return cls(name, None, held_out, counts["train"])
 
     def indices(
         self,
@@ -95,7 +95,7 @@ class Part:
         pool_N = subsample_indices(num_rows, self.pool)
         pool_labels = None if labels is None else [labels[index] for index in pool_N]
         train, held_out = self.held_out.indices(len(pool_N), pool_labels, lambda index: row_of(int(pool_N[index])))
-        rows = pool_N[held_out if self.split == "eval" else train]
+        rows = pool_N[held_out if self.name == "eval" else train]
         return rows[subsample_indices(len(rows), self.count)]
 
 

@@ -162,17 +162,16 @@ def _as_numbers(texts: pandas.Series) -> pandas.Series:
 
 
 def _from_hub(name: str, config: str | None) -> Table:
-    from hftune.data.hub import commit_of
     from hftune.data.rows import load_split
+    from hftune.data.sources import Source
 
     dataset, _, split = name.partition(":")
-    instead = "Without the Hub, name a file: --data FILE."
-    commit = commit_of("dataset", dataset, None, "--data", instead)
+    source = Source(dataset, config=config, key="--data", instead="--data FILE")
+    commit = source.commit
     try:
-        rows = load_split(dataset, split or "test", None, "test", instead=instead, config=config, commit=commit)
+        rows = load_split(source, "test", split or "test")
     except DataError as error:
-        said = str(error).replace(f"task.dataset={dataset}", f"--data {dataset}")
-        raise DataError(f"{said} Name a split: --data {dataset}:SPLIT." if not split else said) from error
+        raise DataError(f"{error} Name a split: --data {dataset}:SPLIT." if not split else str(error)) from error
     return Table(name, rows, f"{dataset}@{commit}:{split or 'test'}:{config}")
 
 

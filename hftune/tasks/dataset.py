@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.config.keys import key
 from hftune.data.columns import Role, find_columns, is_label
-from hftune.data.files import INSTEAD, data_file_problems, held_out_key, held_out_problems, names_eval_data
+from hftune.data.sources import INSTEAD, Source, held_out_key, held_out_problems, names_eval_data
 from hftune.errors import format_value
 from hftune.task import Task
 
@@ -76,7 +76,7 @@ class DatasetTask(Task):
         """Yield what is wrong with the keys that say where the rows come from, and which of them are evaluated on."""
         yield from held_out_problems(self)
         needs_eval = self.evaluates and self.default_share is None and held_out_key(self) is None
-        yield from data_file_problems(self.dataset, self.data_files, needs_eval=needs_eval)
+        yield from self.source.problems(needs_eval)
 
     def _name_problems(self) -> Iterator[str]:
         """Yield a sentence for each name that is listed twice: classes of one name could not be told apart."""
@@ -88,11 +88,10 @@ class DatasetTask(Task):
     # Where the rows come from
 
     @cached_property
-    def dataset_commit(self) -> str | None:
-        """Commit of the data set that is loaded from the Hub; None for files, folders and functions."""
-        from hftune.data.files import dataset_commit
-
-        return dataset_commit(self.dataset or "", self.data_files, self.dataset_revision, self.instead_of_hub)
+    def source(self) -> Source:
+        """Where the rows come from."""
+        config, revision = self.dataset_config, self.dataset_revision
+        return Source(self.dataset, self.data_files, self.data_dir, config, revision, instead=self.instead_of_hub)
 
     @cached_property
     def model_commit(self) -> str | None:
@@ -104,7 +103,7 @@ class DatasetTask(Task):
     def commits(self) -> dict[str, str]:
         from hftune.data.hub import known
 
-        return known({"task.model": self.model_commit, "task.dataset": self.dataset_commit})
+        return known({"task.model": self.model_commit, "task.dataset": self.source.commit})
 
     @property
     def source_splits(self) -> dict[str, str]:
@@ -140,25 +139,24 @@ class DatasetTask(Task):
         """Return all rows of a split of the data set, for a split ("train", "eval" or "test") of the recipe."""
         from hftune.data.rows import load_split
 
-        source = (self.dataset or "", source_split, self.data_files, split, self.data_dir, self.instead_of_hub)
-        return load_split(*source, self.dataset_config, self.dataset_commit)
+        return load_split(self.source, split, source_split)
 
     @cached_property
     def unchecked_rows(self) -> dict[str, Dataset]:
         """The rows of each split, before their columns have been checked."""
         from hftune.data.rows import take
-        from hftune.data.splits import Part
+        from hftune.data.splits import Split
 
-        parts = {split: Part.of(self, split, self.row_counts, self.texts_run_on) for split in self.source_splits}
+        splits = {name: Split.of(self, name, self.row_counts, self.texts_run_on) for name in self.source_splits}
         sources: dict[str, Dataset] = {}
         for split, source_split in self.source_splits.items():
-            is_held_out = split == "eval" and parts[split].held_out is not None
+            is_held_out = split == "eval" and splits[split].held_out is not None
             sources[split] = sources["train"] if is_held_out else self.load_source(split, source_split)
         train = sources["train"]
-        label_column = self.stratify_by(train) if any(part.held_out for part in parts.values()) else None
+        label_column = self.stratify_by(train) if any(split.held_out for split in splits.values()) else None
         sizes = None if self.mixed is None else [*map(len, self.mixed.sources)]
         return {
-            split: take(rows, parts[split], label_column, sizes if rows is train else None) for split, rows in sources.items()
+            split: take(rows, splits[split], label_column, sizes if rows is train else None) for split, rows in sources.items()
         }
 
     # Which columns are read

@@ -56,7 +56,7 @@ class ImageTask(DatasetTask):
     """Keys of splits that a folder of idx files must have."""
 
     def data_problems(self) -> Iterator[str]:
-        from hftune.data.files import held_out_key, image_folder_problems
+        from hftune.data.sources import held_out_key, image_folder_problems
 
         dataset = self.dataset or ""
         if self.eval_split is not None and (held_out := held_out_key(self)) and not self.data_files and ":" not in dataset:
@@ -78,7 +78,7 @@ class ImageTask(DatasetTask):
                     check_kind(own, column, split, "image")
 
     def row_notices(self) -> list[str]:
-        from hftune.data.files import FOLDER_FORMATS
+        from hftune.data.sources import FOLDER_FORMATS
 
         # The columns of folders always have the same names.
         return [line for line in super().row_notices() if "chosen from" not in line or self.dataset not in FOLDER_FORMATS]

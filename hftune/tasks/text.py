@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hftune.config.keys import key
 from hftune.config.own_code import hashes_of
 from hftune.data.columns import TEXTS, Role
+from hftune.data.sources import Source, mixture_source
 from hftune.errors import ConfigError, DataError
 from hftune.tasks.dataset import DatasetTask
 
@@ -84,7 +85,7 @@ class TextTask(DatasetTask):
     # Several data sets
 
     def data_problems(self) -> Iterator[str]:
-        from hftune.data.files import held_out_problems, mixture_problems
+        from hftune.data.sources import held_out_problems, mixture_problems
 
         if self.datasets_ is None:
             yield from super().data_problems()
@@ -93,25 +94,14 @@ class TextTask(DatasetTask):
             yield from mixture_problems(self)
 
     @cached_property
-    def dataset_commit(self) -> str | None:
-        return None if self.datasets_ else super().dataset_commit
-
-    @cached_property
-    def _mixed_commits(self) -> list[str | None]:
-        """Commit of each of ``datasets_`` that is loaded from the Hub; None for the others."""
-        from hftune.data.files import dataset_commit
-
-        return [
-            dataset_commit(
-                str(entry.get("dataset", "")), entry.get("data_files"), entry.get("dataset_revision"), self.instead_of_hub
-            )
-            for entry in self.datasets_ or ()
-        ]
+    def _mixed_sources(self) -> list[Source]:
+        """Where the rows of each of ``datasets_`` come from."""
+        return [mixture_source(entry, index, self.instead_of_hub) for index, entry in enumerate(self.datasets_ or ())]
 
     def commits(self) -> dict[str, str]:
         from hftune.data.hub import known
 
-        mixed = {f"task.datasets.{index}.dataset": commit for index, commit in enumerate(self._mixed_commits)}
+        mixed = {f"task.datasets.{index}.dataset": source.commit for index, source in enumerate(self._mixed_sources)}
         return super().commits() | known(mixed)
 
     @cached_property
@@ -119,7 +109,7 @@ class TextTask(DatasetTask):
         """What ``datasets_`` names."""
         from hftune.data.mixture import load_mixture
 
-        return load_mixture(self.datasets_, self._mixed_commits.__getitem__) if self.datasets_ else None
+        return load_mixture(self.datasets_, self._mixed_sources) if self.datasets_ else None
 
     def load_source(self, split: str, source_split: str) -> Dataset:
         if self.mixed is None or split != "train":

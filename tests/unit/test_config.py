@@ -1021,7 +1021,7 @@ def test_a_function_that_returns_rows_is_found_next_to_its_recipe(write, elsewhe
     recipe = Recipe.load(write("mine.yaml", text))
     from hftune.data.rows import load_split
 
-    assert load_split(recipe.task.dataset, "train", None, "train")["text"] == ["train"]
+    assert load_split(recipe.task.source, "train")["text"] == ["train"]
 
 
 def test_a_recipe_of_hftune_s_own_code_leaves_the_path_alone(plain, elsewhere):

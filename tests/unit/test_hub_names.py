@@ -8,6 +8,7 @@ from hftune import ConfigError, DataError, Recipe
 from hftune.checkpoints.output_dir import check_commits
 from hftune.data.files import file_format
 from hftune.data.rows import load_split
+from hftune.data.sources import Source
 from hftune.tasks import SequenceClassification, TitleGeneration
 
 
@@ -60,7 +61,7 @@ def test_the_default_data_of_bigbird_are_the_hubs_and_files_of_ones_own_need_no_
         (tmp_path / f"{part}.jsonl").write_text(json.dumps({"content": "甲" * 9, "title": "乙"}) + "\n")
     recipe = Recipe.load("bigbird", *files)
     recipe.validate()
-    assert recipe.task.dataset_commit is None
+    assert recipe.task.source.commit is None
     assert recipe.task.rows["eval"][0] == {"content": "甲" * 9, "title": "乙"}
 
 
@@ -76,7 +77,7 @@ def test_the_default_data_of_bigbird_are_the_hubs_and_files_of_ones_own_need_no_
 )
 def test_the_format_of_files_is_told_by_their_names(tmp_path, name, text):
     (tmp_path / name).write_text(text)
-    rows = load_split("owner/ignored", "ignored", {"train": str(tmp_path / "a.*")}, "train")
+    rows = load_split(Source("owner/ignored", {"train": str(tmp_path / "a.*")}), "train", "ignored")
     assert rows[0] in ({"x": "1\t2"}, {"x": 1, "y": 2}, {"text": "1\t2"})
     assert rows[0] == {"x": 1, "y": 2} or name != "a.tsv"
 

@@ -15,6 +15,7 @@ from hftune.commands import audit as audit_command
 from hftune.config import Recipe
 from hftune.data import notices
 from hftune.data.mixture import load_mixture
+from hftune.data.sources import mixture_source
 from hftune.replay.audit import audit
 from hftune.tasks import Chats, LanguageModeling, SequenceClassification
 from hftune.tracking.ledger import Ledger, plan_facts
@@ -243,12 +244,15 @@ def test_data_files_may_be_null_and_numbers_have_to_fit(tmp_path):
         rows.to_parquet(path := str(tmp_path / f"{name}.parquet"))
         return {"data_files": path}
 
-    (mixed,) = load_mixture([{"dataset": "hftune.data.demo:reviews", "data_files": None}], lambda index: None).sources
+    def loaded(*entries):
+        return load_mixture(entries, [mixture_source(entry, index) for index, entry in enumerate(entries)]).sources
+
+    (mixed,) = loaded({"dataset": "hftune.data.demo:reviews", "data_files": None})
     assert "text" in mixed.column_names
     entries = [number("small", 1, "int8"), number("large", 300, "int64")]
-    assert load_mixture(entries[::-1], lambda index: None).sources[1]["label"][0] == 1
+    assert loaded(*entries[::-1])[1]["label"][0] == 1
     with pytest.raises(DataError, match=r"^large\.parquet: its values do not fit into the columns of the first .*300"):
-        load_mixture(entries, lambda index: None)
+        loaded(*entries)
 
 
 def test_a_data_set_of_which_nothing_is_left_is_refused(files, tmp_path):

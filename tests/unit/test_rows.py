@@ -12,7 +12,8 @@ import pytest
 from hftune import DataError
 from hftune.data import tokenized
 from hftune.data.rows import load_files, load_split, take
-from hftune.data.splits import Part, subsample_indices
+from hftune.data.sources import Source
+from hftune.data.splits import Split, subsample_indices
 from hftune.data.tokenized import Ragged, tokenizer_key
 from hftune.data.word_tokenizer import word_tokenizer
 from hftune.tasks import SequenceClassification
@@ -65,15 +66,15 @@ def test_rows_may_come_from_a_python_function():
 
 def test_a_drawn_subset_keeps_the_order_and_is_the_same_every_time():
     rows = datasets.Dataset.from_list([{"n": n} for n in range(100)])
-    drawn = take(rows, Part("train", 10))["n"]
+    drawn = take(rows, Split("train", 10))["n"]
     assert list(drawn) == sorted(set(drawn)) and len(drawn) == 10
-    assert list(take(rows, Part("eval", 10))["n"]) == list(drawn) != list(subsample_indices(100, 10, seed=43))
+    assert list(take(rows, Split("eval", 10))["n"]) == list(drawn) != list(subsample_indices(100, 10, seed=43))
 
 
 def test_a_drawn_subset_has_the_rows_that_shuffle_and_select_would_take():
     rows = datasets.Dataset.from_list([{"n": n} for n in range(1000)])
     taken = rows.shuffle(seed=42).select(range(50))["n"]
-    assert list(take(rows, Part("train", 50))["n"]) == sorted(taken)
+    assert list(take(rows, Split("train", 50))["n"]) == sorted(taken)
 
 
 def test_long_texts_are_cut_and_counted_with_their_special_tokens(tmp_path):
@@ -93,13 +94,13 @@ def test_label_names_may_be_the_labels_themselves(tmp_path):
 def test_a_csv_file_whose_header_lacks_a_name_is_refused(tmp_path):
     (tmp_path / "t.csv").write_text("text,label\n1,good,0\n2,bad,1\n")
     with pytest.raises(DataError, match=r"t\.csv cannot be read as csv: lines have more cells than the header has names\."):
-        load_split("csv", "train", {"train": str(tmp_path / "t.csv")}, "train")
+        load_split(Source("csv", {"train": str(tmp_path / "t.csv")}), "train")
 
 
 def test_a_csv_file_in_another_encoding_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "t.csv").write_bytes("text,label\ncaf\xe9,1\n".encode("latin-1"))
     with pytest.raises(DataError, match=r"t\.csv cannot be read as csv: 'utf-8' codec .*\. Save the file as UTF-8\.$"):
-        load_split("csv", "train", {"train": str(tmp_path / "t.csv")}, "train")
+        load_split(Source("csv", {"train": str(tmp_path / "t.csv")}), "train")
 
 
 def test_error_names_the_row_of_the_file_even_in_a_drawn_subset(tmp_path):
@@ -164,7 +165,7 @@ def test_a_quote_that_swallows_rows_is_refused_with_its_row(tmp_path, suffix):
     path = tmp_path / f"rows.{suffix}"
     path.write_text("\n".join(["text" + separator + "label", *lines]) + "\n")
     with pytest.raises(DataError, match=rf"rows\.{suffix}: a cell of row 2 has the lines of several rows"):
-        load_split("", "train", {"train": str(path)}, "train")
+        load_split(Source(files={"train": str(path)}), "train")
 
 
 @pytest.mark.parametrize("suffix", ["tsv", "csv"])
@@ -173,7 +174,7 @@ def test_texts_of_several_lines_that_are_quoted_well_are_read(tmp_path, suffix):
     cell = '"Dear Sir' + ("," if suffix == "csv" else "") + '\nyour ""food"" was good"'
     path = tmp_path / f"rows.{suffix}"
     path.write_text(f"text{separator}label\n{cell}{separator}1\nbad{separator}0\n")
-    rows = load_split("", "train", {"train": str(path)}, "train")
+    rows = load_split(Source(files={"train": str(path)}), "train")
     assert len(rows) == 2 and rows[0]["text"].endswith('your "food" was good')
 
 
@@ -182,10 +183,10 @@ def test_compressed_and_very_long_texts_of_several_lines_are_read(tmp_path):
     (tmp_path / "rows.csv").write_text(content)
     (tmp_path / "rows.csv.gz").write_bytes(gzip.compress(content.encode()))
     for name in ("rows.csv", "rows.csv.gz"):
-        assert len(load_split("", "train", {"train": str(tmp_path / name)}, "train")) == 2
+        assert len(load_split(Source(files={"train": str(tmp_path / name)}), "train")) == 2
     (tmp_path / "rows.csv.gz").write_bytes(gzip.compress(b'text,label\na,1\n"b,1\nb" b,0\n'))
     with pytest.raises(DataError, match="a cell of row 1 has the lines of several rows"):
-        load_split("", "train", {"train": str(tmp_path / "rows.csv.gz")}, "train")
+        load_split(Source(files={"train": str(tmp_path / "rows.csv.gz")}), "train")
 
 
 def test_cells_of_texts_are_read_as_they_are_written_though_a_file_or_a_part_of_it_has_only_numbers(tmp_path):
@@ -194,7 +195,7 @@ def test_cells_of_texts_are_read_as_they_are_written_though_a_file_or_a_part_of_
     for name, part in {"a": [*first, "007", "1.10"], "b": ["007", "010"], "c": ["1.10", "2.0"], "d": ["True", "False"]}.items():
         (tmp_path / f"{name}.csv").write_text("\n".join(["text,label", *(f"good,{cell}" for cell in part)]) + "\n")
     files = [str(tmp_path / f"{name}.csv") for name in "abcd"]
-    rows = load_split("", "train", {"train": files}, "train")
+    rows = load_split(Source(files={"train": files}), "train")
     expected = ["007", "1.10", "007", "010", "1.10", "2.0", "True", "False"]
     assert rows["label"][:3] == cells[:3] and rows["label"][10_000:] == expected
 
@@ -215,5 +216,5 @@ def test_a_json_file_that_is_not_utf8_is_refused_whatever_column_it_is(tmp_path,
 def test_a_byte_order_mark_is_no_part_of_the_first_text(tmp_path, name):
     content = {"rows.txt": "one\ntwo\n", "rows.csv": "text\none\ntwo\n", "rows.jsonl": '{"text": "one"}\n{"text": "two"}\n'}
     (tmp_path / name).write_text(content[name], encoding="utf-8-sig")
-    rows = load_split("", "train", {"train": str(tmp_path / name)}, "train")
+    rows = load_split(Source(files={"train": str(tmp_path / name)}), "train")
     assert list(rows["text"]) == ["one", "two"]

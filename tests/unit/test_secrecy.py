@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from hftune import ConfigError, DataError, Recipe, TrackConfig, TrainingError
-from hftune.data.files import file_format, mixture_name
+from hftune.data.files import file_format
+from hftune.data.sources import mixture_name
 from hftune.distributed.failure_report import Report
 from hftune.secrecy import without_secrets
 from hftune.tracking.console import warning

@@ -13,7 +13,7 @@ from hftune.commands.evaluate import with_evaluation
 from hftune.config import Recipe
 from hftune.data import notices
 from hftune.data.rows import row_numbers
-from hftune.data.splits import Part, split_fold, split_off
+from hftune.data.splits import Split, split_fold, split_off
 from hftune.tasks import ImageClassification, ImageRestoration, LanguageModeling, SequenceClassification
 
 CONFIG = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -72,14 +72,14 @@ def test_too_few_rows_are_refused():
 def test_a_share_is_held_out_before_rows_are_counted_and_folds_are_those_of_the_rows_counted():
     part = {"eval_share": 0.2, "eval_fold": None, "data_files": {"train": "f"}}
     few, all_rows = (
-        Part.of(task(**part, max_train_samples=count), "eval", {"train": count, "eval": None}).indices(50)
+        Split.of(task(**part, max_train_samples=count), "eval", {"train": count, "eval": None}).indices(50)
         for count in (10, None)
     )
     assert few.tolist() == all_rows.tolist()
     folded = [task(eval_fold=[fold, 4], max_train_samples=20) for fold in range(4)]
-    parts = [Part.of(one, "eval", {"train": 20, "eval": 3}).indices(100) for one in folded]
-    assert sorted(np.concatenate(parts)) == Part("train", 20).indices(100).tolist()
-    assert not {*parts[0]} & {*Part.of(folded[0], "train", {"train": 20}).indices(100)}
+    parts = [Split.of(one, "eval", {"train": 20, "eval": 3}).indices(100) for one in folded]
+    assert sorted(np.concatenate(parts)) == Split("train", 20).indices(100).tolist()
+    assert not {*parts[0]} & {*Split.of(folded[0], "train", {"train": 20}).indices(100)}
 
 
 def test_one_file_is_split_into_train_and_eval_and_its_rows_keep_their_numbers(tmp_path):

@@ -1,0 +1,253 @@
+"""Where the rows of a task come from, described once for the checks of a recipe and for loading. Knows no library that loads.
+
+Imports nothing heavy: recipes are checked before torch is imported.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hftune.data import idx
+from hftune.data.files import EXCEL, FILE_FORMATS, FORMAT_OF, file_format, is_folder, local_files, nearest_file
+from hftune.data.hub import commit_of, name_problems
+from hftune.errors import did_you_mean, format_value
+from hftune.secrecy import without_secrets
+
+FOLDER_FORMATS = ("idx", "imagefolder")
+"""Formats of a folder of images."""
+INSTEAD = f"task.dataset=json task.data_files.train=... task.data_files.eval=... ({', '.join(FILE_FORMATS)})"
+"""Keys to set if the Hub cannot be reached."""
+NO_EVAL_DATA = "hold out a share of the training rows (task.eval_share=0.1), or train without evaluation (eval.every=never)"
+"""What else to do than to name evaluation data."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set that has train, eval and test splits, as the keys of a recipe or an entry of ``task.datasets`` name it."""
+
+    dataset: str | None = None
+    """Name on the Hub (owner/name); ``module:function``, which returns rows; a folder; one of FOLDER_FORMATS, with ``folder``;
+    or, with files, their format if their names do not tell."""
+    files: Mapping[str, Any] | None = None
+    """Files by split, each a path, a glob or a list of them; used instead of ``dataset``."""
+    folder: str | None = None
+    """Folder of images, or folder of the repository on the Hub to read instead of all of it."""
+    config: str | None = None
+    """Configuration of a data set on the Hub that has several, such as wikitext-2-v1."""
+    revision: str | None = None
+    """Commit, tag or branch on the Hub; None for the newest commit."""
+    key: str = "task"
+    """Key of the recipe whose keys name it: task, or task.datasets[0]. Or the option of a command."""
+    instead: str = INSTEAD
+    """Keys to set if the Hub cannot be reached, for messages."""
+
+    @property
+    def kind(self) -> str:
+        """files, function, folder, hub, or one of FOLDER_FORMATS."""
+        if self.files or self.dataset in FILE_FORMATS:
+            return "files"
+        if not self.dataset or self.dataset in FOLDER_FORMATS:
+            return self.dataset or "folder"
+        if ":" in self.dataset:
+            return "function"
+        return "folder" if is_folder(self.dataset) else "hub"
+
+    @cached_property
+    def commit(self) -> str | None:
+        """Commit of the data set on the Hub; None for all other kinds.
+
+        Raises:
+            DataError: the Hub does not have it or cannot be reached; the message gives alternatives.
+        """
+        if self.kind != "hub":
+            return None
+        without = f"Without the Hub, name files: {self.instead}."
+        return commit_of("dataset", str(self.dataset), self.revision, self.dataset_key, without)
+
+    @property
+    def dataset_key(self) -> str:
+        """Return the key that names the data set; an option of a command is its own."""
+        return self.key if self.key.startswith("--") else f"{self.key}.dataset"
+
+    @property
+    def named(self) -> str:
+        """Return key and value, as messages name the data set."""
+        return f"{self.dataset_key}{' ' if self.key.startswith('--') else '='}{self.dataset}"
+
+    def files_key(self, split: str) -> str:
+        """Return the key that names the files of a split; an entry of task.datasets has files to train on only."""
+        return f"{self.key}.data_files" + (f".{split}" if self.key == "task" else "")
+
+    def problems(self, needs_eval: bool = True) -> Iterator[str]:
+        """Yield what is wrong with the names of data set and files, one sentence each.
+
+        Args:
+            needs_eval: whether there must be files of the eval split: not if training rows are held out, or none evaluated on.
+        """
+        if self.files:
+            yield from self._file_problems(self.files, needs_eval)
+        elif self.dataset is None:
+            yield "Name your data: task.data_files.train=... and task.data_files.eval=..., or task.dataset=..."
+        elif self.kind == "files":
+            yield f"{self.named} needs files: set task.data_files.train=... and task.data_files.eval=..."
+        elif self.kind == "folder" and not Path(self.dataset).expanduser().exists():
+            yield f"{self.named}: there is no such folder.{nearest_file(Path(self.dataset))}"
+        elif self.kind == "hub":
+            yield from name_problems(self.dataset_key, self.dataset, "dataset", (*FILE_FORMATS, *FOLDER_FORMATS))
+
+    def _file_problems(self, files: Mapping[str, Any], needs_eval: bool) -> Iterator[str]:
+        if "train" not in files:
+            yield "task.data_files.train is missing. Name the files of the train split: task.data_files.train=..."
+        if needs_eval and "eval" not in files:
+            yield f"task.data_files.eval is missing. Name evaluation data (task.data_files.eval=...), {NO_EVAL_DATA}."
+        for split, patterns in files.items():
+            key, paths = self.files_key(split), [patterns] if isinstance(patterns, str) else patterns
+            if split not in ("train", "eval", "test"):
+                yield f"{key} is not a key of a recipe. Keys of task.data_files: train, eval, test."
+            if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+                yield f"{key}={patterns!r} is not a path or a list of paths."
+                continue
+            for pattern in paths:
+                if problem := self._pattern_problem(pattern):
+                    yield f"{key}={pattern}{problem}"
+            formats = {file_format(pattern) for pattern in paths} - {None}
+            if self.dataset not in FILE_FORMATS and len(formats) > 1:
+                yield f"{key} has files of several formats: {', '.join(sorted(formats))}. Use one format."
+
+    def _pattern_problem(self, pattern: str) -> str | None:
+        if "://" not in pattern and not local_files(pattern):
+            return f": there is no such file.{nearest_file(Path(pattern))}"
+        if Path(pattern).expanduser().is_dir():
+            return f" is a folder. Name its files, such as {Path(pattern) / '*.parquet'}."
+        if Path(pattern.lower()).suffix in EXCEL:
+            return " is an Excel file, and hftune reads none. Save it as csv, in UTF-8."
+        if self.dataset not in FILE_FORMATS and file_format(pattern) is None:
+            return (
+                f": its name does not end in one of {', '.join(FORMAT_OF)}. "
+                f"Name the format: task.dataset={', '.join(FILE_FORMATS[:-1])} or {FILE_FORMATS[-1]}."
+            )
+        return None
+
+
+def image_folder_problems(dataset: str, data_dir: str | None, splits: Mapping[str, str]) -> Iterator[str]:
+    """Yield the problems of ``task.data_dir``, and of the splits (by their keys) that idx files must have."""
+    if dataset not in FOLDER_FORMATS:
+        if data_dir is not None:
+            yield f"task.data_dir={data_dir} is for task.dataset={' or '.join(FOLDER_FORMATS)}, not for {dataset}."
+        return
+    if data_dir is None:
+        yield f"task.dataset={dataset} needs a folder: set task.data_dir=..."
+        return
+    if not (folder := Path(data_dir).expanduser()).is_dir():
+        yield f"task.data_dir={data_dir}: there is no such folder.{nearest_file(Path(data_dir))}"
+    elif dataset == "idx":
+        for key, split in splits.items():
+            if split not in idx.PREFIXES:
+                yield f"{key}={split}: idx files have the splits {' and '.join(idx.PREFIXES)}."
+                continue
+            missing = [name for kind, name in idx.NAMES.items() if idx.find(folder, split, kind) is None]
+            yield from (
+                f"task.data_dir={data_dir} has no file {idx.PREFIXES[split]}-{name}, with or without .gz." for name in missing
+            )
+
+
+def held_out_problems(task: Any) -> Iterator[str]:
+    """Yield the problems of ``task.eval_share`` and ``task.eval_fold``, and what contradicts them, one sentence each."""
+    share, fold = task.eval_share, task.eval_fold
+    if share is not None and not 0 < share < 1:
+        yield f"task.eval_share={share} must be between 0 and 1: it is the share of the training rows to evaluate on."
+    if fold is not None and not (len(fold) == 2 and 0 <= fold[0] < fold[1] and fold[1] >= 2):
+        yield f"task.eval_fold={fold} must be the number of a fold, from 0, and the number of folds, such as [0, 5]."
+    key = held_out_key(task)
+    if key is None:
+        return
+    if share is not None and fold is not None:
+        yield f"task.eval_share={share} and task.eval_fold={fold} both hold out training rows. Set one of them to null."
+    if task.evaluates and "eval" in (task.data_files or {}):
+        yield (
+            f"{key} takes the evaluation rows from the training data, but task.data_files.eval={task.data_files['eval']} names "
+            "others. Leave one of them out."
+        )
+
+
+def held_out_key(task: Any) -> str | None:
+    """Return the key by which a task holds out training rows, with its value; None if it holds out none."""
+    for name, field in {"eval_fold": "eval_fold", "eval_share": "held_out_share"}.items():
+        if (value := getattr(task, field, None)) is not None:
+            return f"task.{name}={value}"
+    return None
+
+
+def names_eval_data(task: Any) -> bool:
+    """Return whether the keys of a task name evaluation data; one that has no such keys is taken to have some."""
+    if files := getattr(task, "data_files", None):
+        return "eval" in files
+    return getattr(task, "eval_split", "") is not None or ":" in task.dataset
+
+
+MIXTURE_KEYS = ("dataset", "dataset_config", "dataset_revision", "data_files", "split", "columns", "weight")
+"""Keys of an entry of ``task.datasets``."""
+
+
+def mixture_name(entry: Mapping[str, Any], index: int) -> str:
+    """Return what to call a data set of ``task.datasets`` in messages."""
+    files = entry.get("data_files")
+    paths = [files] if isinstance(files, str) else files or ()
+    named = ", ".join(Path(without_secrets(path)).name for path in paths)  # first: a token in an address may hold a slash
+    return named or str(entry.get("dataset") or f"task.datasets[{index}]")
+
+
+def mixture_source(entry: Mapping[str, Any], index: int, instead: str = INSTEAD) -> Source:
+    """Return the source that an entry of ``task.datasets`` names; all of it is trained on."""
+    names = (entry.get("dataset"), entry.get("dataset_config"), entry.get("dataset_revision"))
+    dataset, config, revision = (None if name is None else str(name) for name in names)
+    files = {"train": entry["data_files"]} if entry.get("data_files") else None
+    return Source(dataset, files, None, config, revision, f"task.datasets[{index}]", instead)
+
+
+def mixture_problems(task: Any) -> Iterator[str]:
+    """Yield the problems of ``task.datasets``, and of the files of the other splits, one sentence each."""
+    files = dict(task.data_files or {})
+    if task.dataset is not None:
+        yield f"task.dataset={task.dataset} and task.datasets both name training data. Set task.dataset=null."
+    if "train" in files:
+        yield "task.data_files.train and task.datasets both name training data. Make the files an entry of task.datasets."
+    if task.evaluates and "eval" not in files and held_out_key(task) is None:
+        yield f"task.datasets names training data only. Name evaluation data (task.data_files.eval=...), {NO_EVAL_DATA}."
+    # The others need no files of the train split; they have these.
+    others = {split: paths for split, paths in files.items() if split != "train"}
+    if others:
+        yield from Source(files={"train": [], **others}).problems(needs_eval=False)
+    if not task.datasets_:
+        yield "task.datasets is empty. List the data sets: [{data_files: a.jsonl}, {data_files: b.jsonl, weight: 0.5}]"
+    for index, entry in enumerate(task.datasets_):
+        yield from _entry_problems(entry, f"task.datasets[{index}]")
+
+
+def _entry_problems(entry: Mapping[str, Any], key: str) -> Iterator[str]:
+    for name in entry:
+        if name not in MIXTURE_KEYS:
+            yield f"{key}.{name} is not a key. Keys: {', '.join(MIXTURE_KEYS)}.{did_you_mean(str(name), MIXTURE_KEYS)}"
+    dataset, files = entry.get("dataset"), entry.get("data_files")
+    if dataset is None and files is None:
+        yield f"{key} names no data: give it data_files or dataset."
+    elif isinstance(files, Mapping):
+        yield f"{key}.data_files={dict(files)} must be a path, a glob or a list of them: all of these files are trained on."
+    else:
+        yield from Source(dataset and str(dataset), files and {"train": files}, key=key).problems(needs_eval=False)
+    for name in ("dataset", "dataset_config", "dataset_revision", "split"):
+        if not isinstance(value := entry.get(name), str | None):
+            yield f"{key}.{name}={format_value(value)} is not a text. Quote it as it is meant."
+    weight = entry.get("weight", 1)
+    if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < 1e6:
+        yield f"{key}.weight={weight} must be a number above 0: how often an epoch uses each row, such as 0.5 or 3."
+    columns = entry.get("columns") or {}
+    if not isinstance(columns, Mapping) or not all(isinstance(name, str) for pair in columns.items() for name in pair):
+        yield f"{key}.columns={columns} must say the name of each column there, such as {{text: review, label: stars}}."
+    elif twice := [name for name, count in Counter(columns.values()).items() if count > 1]:
+        yield f"{key}.columns={dict(columns)} gives {twice[0]} two names. Name each column once."
