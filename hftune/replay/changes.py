@@ -34,11 +34,6 @@ class KeyChange:
     replaces: bool = False
     """Whether the good value, or a part of it, must not be inherited: the bad one is a mapping that lacks it, or is missing."""
 
-    @property
-    def word(self) -> str | None:
-        """The override that makes the change; None if the key only goes."""
-        return None if self.bad is MISSING else f"{self.key}={format_value(self.bad)}"
-
     def __str__(self) -> str:
         return f"{self.key}={spell(self.bad)}"
 
@@ -48,12 +43,12 @@ def spell(value: Any) -> str:
     return str(value) if isinstance(value, (str, _Missing)) else format_value(value)
 
 
-def overrides(changes: Iterable[KeyChange]) -> list[str]:
-    """Return the command-line words that make these changes to the good run's recipe."""
+def override(changes: Iterable[KeyChange]) -> dict[str, Any]:
+    """Return the values that make these changes to the good run's recipe."""
     changes = list(changes)
     replaced = [change.key for change in changes if change.replaces]
-    words = [change.word for change in changes if change.word is not None]
-    return [*([f"replace=[{','.join(replaced)}]"] if replaced else []), *words]
+    values = {change.key: change.bad for change in changes if change.bad is not MISSING}
+    return {"replace": replaced, **values} if replaced else values
 
 
 def changed_keys(good: Mapping[str, Any], bad: Mapping[str, Any]) -> list[KeyChange]:

@@ -28,7 +28,7 @@ from hftune.distributed.session import Session
 from hftune.errors import ConfigError, TrainingError
 from hftune.models.weights import weights_digest
 from hftune.optim import ema_decay_at, lr_at
-from hftune.replay.history import NO_CHANGE, Change, History
+from hftune.replay.history import NO_CHANGE, Change, History, keys_of
 from hftune.replay.leaving_out import LeavingOut, leaving_out
 from hftune.settle import PARTS, default_parts, prepare, settle_micro_batches, warm_up_strategy
 from hftune.strategies.base import StepBatch, StepReport, Strategy
@@ -250,7 +250,7 @@ class Replayer:
 
     @property
     def _changes_data(self) -> bool:
-        return any("task." in word for word in self.change.overrides)
+        return any(key.partition(".")[0] == "task" for key in keys_of(self.change.overrides))
 
     def _terms_of(self, step: int) -> Terms:
         start = self.history.start_of(step)

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -37,12 +37,15 @@ BOUNDS = ("micro_batch_size", "micro_batch_tokens")
 """Keys of the section train, and of a start line, that say how a step is cut into micro-batches."""
 
 
+Override = str | Mapping[str, Any]
+"""Of keys of a recipe: a word such as train.lr=1e-5, or their values by their names."""
+
+
 @dataclass(frozen=True)
 class Change:
     """What a replay does differently from the run, from ``from_step`` on."""
 
-    overrides: tuple[str, ...] = ()
-    """Of keys of the recipe, such as train.lr=1e-5."""
+    overrides: tuple[Override, ...] = ()
     without: frozenset[int] = frozenset()
     """Rows of the training data that stay in the forward passes, but add nothing to the loss."""
     skip: frozenset[int] = frozenset()
@@ -52,7 +55,7 @@ class Change:
     def __bool__(self) -> bool:
         return bool(self.overrides or self.without or self.skip)
 
-    def overrides_at(self, step: int) -> tuple[str, ...]:
+    def overrides_at(self, step: int) -> tuple[Override, ...]:
         """Return the overrides that are in force at a step."""
         return self.overrides if step >= self.from_step else ()
 
@@ -119,16 +122,14 @@ class History:
         """
         if change.from_step <= 1:
             return
-        for word in change.overrides:
-            name, _, value = word.partition("=")
-            for key in re.findall(r"[\w.]+", value) if name == "replace" else [name]:
-                if resume_rule(key) == "fixed":
-                    raise ConfigError(
-                        f"--set {word}: {key} decides which samples form a step, or what is learned from them. Changed at "
-                        f"step {change.from_step:,}, it would be another run than before. Change it from the start: --from 1."
-                    )
+        for key in sorted(keys_of(change.overrides)):
+            if resume_rule(key) == "fixed":
+                raise ConfigError(
+                    f"{key} decides which samples form a step, or what is learned from them. Changed at step "
+                    f"{change.from_step:,}, it would be another run than before. Change it from the start: --from 1."
+                )
 
-    def recipe_at(self, step: int, *overrides: str, to_run: bool = True) -> Recipe:
+    def recipe_at(self, step: int, *overrides: Override, to_run: bool = True) -> Recipe:
         """Return the recipe that was in force at a step, with what training resolved when it started put in.
 
         It names a folder of its own for output and no trackers, and the data where they are now.
@@ -229,6 +230,16 @@ class History:
         return median(seconds) if seconds else None
 
 
+def keys_of(overrides: Iterable[Override]) -> set[str]:
+    """Return the keys that overrides change, or replace."""
+    found: set[str] = set()
+    for override in overrides:
+        pairs = override.items() if isinstance(override, Mapping) else [override.partition("=")[::2]]
+        for name, value in pairs:
+            found |= {name} if name != "replace" else {*(re.findall(r"[\w.]+", value) if isinstance(value, str) else value)}
+    return found
+
+
 def path_of(folder: Path, step: int) -> Path:
     """Return the path of a step's checkpoint in a run's folder. The same as in ``checkpoints``, which imports torch."""
     return folder / "checkpoints" / f"step_{step:08d}"
@@ -250,7 +261,7 @@ def held(path: Path) -> Iterator[Path]:
         yield linked
 
 
-def as_replayed(nested: dict[str, Any], start: Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
+def as_replayed(nested: dict[str, Any], start: Mapping[str, Any], overrides: Iterable[Override] = ()) -> dict[str, Any]:
     """Return a run's recipe as a replay needs it: with what training resolved at its start, and without what only shows.
 
     Args:
@@ -258,7 +269,7 @@ def as_replayed(nested: dict[str, Any], start: Mapping[str, Any], overrides: Seq
         start: the line of the ledger that training wrote when it started.
         overrides: keys that they name are left as they are.
     """
-    changed = {word.partition("=")[0] for word in overrides}
+    changed = keys_of(overrides)
     for key in ("track", "resume", "callbacks"):
         nested.pop(key, None)
     train = nested.setdefault("train", {})

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftune.errors import ConfigError, format_value
+from hftune.errors import ConfigError
 from hftune.replay.bisection import MIN_STEPS, Judge, Scale, Try, find_bad, steps_to_compute
-from hftune.replay.changes import DataFiles, KeyChange, LineChange, changed_keys, overrides, spell
-from hftune.replay.history import BOUNDS, Change, History
+from hftune.replay.changes import DataFiles, KeyChange, LineChange, changed_keys, override, spell
+from hftune.replay.history import BOUNDS, Change, History, Override
 from hftune.replay.tolerance import TOLERANCE, relative
 from hftune.tracking.console import hide_reports, note, one_line, short
 
@@ -83,15 +83,15 @@ def search_for(options: argparse.Namespace, say: Say) -> Search:
             f"No key that could change a loss differs between {good.label} and {bad.label}. hftune compare says what else "
             "does. Code and libraries: hftune bisect-step, for example with git bisect run."
         )
-    good.history.check_change(Change(overrides=tuple(overrides(changes)), from_step=first))
+    good.history.check_change(Change((override(changes),), from_step=first))
     most = min(history.last for history in histories) - first + 1
     if (options.steps or 0) > most:
         raise ConfigError(f"--steps {options.steps}: from step {first} on there are {most} steps in the ledger.")
     known = good.recorded(first), bad.recorded(first)
     suggested = steps_to_compute(*known) if known[0] is not None and known[1] is not None else min(most, MIN_STEPS)
-    bounds = [f"train.{name}={format_value(recipes[0]['train'][name])}" for name in BOUNDS]  # as training resolved them
+    bounds = {f"train.{name}": recipes[0]["train"][name] for name in BOUNDS}  # as training resolved them
     last = first + (options.steps or suggested) - 1
-    return Search(good, bad, [*bounds, *good.words], changes, first, last, say)
+    return Search(good, bad, [bounds, *good.words], changes, first, last, say)
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Search:
 
     good: End
     bad: End
-    words: list[str]
+    words: list[Override]
     """Overrides of every try."""
     changes: list[KeyChange]
     first: int
@@ -122,7 +122,7 @@ class Search:
         with Replayer(self.good.history, self.first, change) as replayer:
             return self.search(lambda words: self._losses(replayer, words))
 
-    def _losses(self, replayer: Replayer, words: Sequence[str]) -> list[float]:
+    def _losses(self, replayer: Replayer, words: Sequence[Override]) -> list[float]:
         """Compute the steps with these overrides, and return the loss of each; infinity once training would have stopped."""
         replayer.restart(Change(tuple(words), from_step=self.first))
         losses = []
@@ -133,11 +133,11 @@ class Search:
                 losses.append(step.loss)
         return losses
 
-    def search(self, losses_with: Callable[[Sequence[str]], list[float]]) -> dict[str, Any]:
+    def search(self, losses_with: Callable[[Sequence[Override]], list[float]]) -> dict[str, Any]:
         """Compute both ends, search among the keys, and return what was found. ``losses_with``: of overrides."""
 
         def losses(changes: Sequence[KeyChange]) -> list[float]:
-            return losses_with([*self.words, *overrides(changes)])
+            return losses_with([*self.words, override(changes)])
 
         ends = {"good": losses([]), "bad": losses(self.changes)}
         scale = Scale(*ends.values())
@@ -180,7 +180,7 @@ class Search:
         return f"The two ends have the same loss in these steps: there is nothing to find. {OTHER_STEPS}"
 
     def _search_lines(
-        self, change: KeyChange, losses_with: Callable[[Sequence[str]], list[float]], good: Sequence[float]
+        self, change: KeyChange, losses_with: Callable[[Sequence[Override]], list[float]], good: Sequence[float]
     ) -> dict[str, Any] | None:
         """Search among the lines in which two files of training data differ; None if the files cannot be mixed."""
         if not isinstance(change.good, str) or not isinstance(change.bad, str):
@@ -197,9 +197,9 @@ class Search:
             def losses(changes: Sequence[LineChange]) -> list[float]:
                 path = folder / f"{len(judge.tries)}{files.suffix}"  # a new name each time: data sets are cached by it
                 files.write(changes, path)
-                return losses_with([*self.words, f"{TRAIN_FILE}={format_value(str(path))}"])
+                return losses_with([*self.words, {TRAIN_FILE: str(path)}])
 
-            bad = losses_with([*self.words, *overrides([change])])
+            bad = losses_with([*self.words, override([change])])
             judge = Judge(losses, Scale(good, bad), lambda made: self.say(line_of(made, "lines ")))
             found = self._find("line", files.changes, judge, describe_line)
         return {

@@ -58,7 +58,7 @@ def test_difference_that_may_be_noise_has_no_cause(noise, found):
 
     def losses(words):
         tries.append(words)
-        return [2.0 + noise * len(tries) + 8e-5 * ("train.lr=0.1" in words)] * 3
+        return [2.0 + noise * len(tries) + 8e-5 * (words[-1].get("train.lr") == 0.1)] * 3
 
     ends = (End(name, SimpleNamespace(folder="out", ledger=SimpleNamespace(steps={})), ["seed=1"]) for name in ("good", "bad"))
     changes = [KeyChange("train.lr", 0.0, 0.1), KeyChange("train.eps", 1, 2)]

@@ -3,7 +3,7 @@
 import pytest
 
 from hftune import ConfigError, Recipe
-from hftune.replay.changes import DataFiles, changed_keys, overrides
+from hftune.replay.changes import DataFiles, changed_keys, override
 
 BAD = (
     "train.lr=0.1",
@@ -48,7 +48,7 @@ def test_all_changes_together_make_the_bad_recipe_and_none_the_good_one(words, t
     changes = changed_keys(good.to_dict(), bad.to_dict())
     (tmp_path / "good.yaml").write_text(good.to_yaml())
     for made, wanted in (changes, bad), ([], good):
-        mixed = Recipe.load(tmp_path / "good.yaml", *overrides(made))
+        mixed = Recipe.load(tmp_path / "good.yaml", override(made))
         assert changed_keys(mixed.to_dict(), wanted.to_dict()) == []
 
 
