@@ -16,14 +16,12 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hftune.batch_plan import BatchPlan
 from hftune.errors import ConfigError, TrainingError
-from hftune.models.scored_head import ScoredOutput
 from hftune.replay.sample_losses import sample_losses
 from hftune.replay.samples import batch_loss, look_inside
 from hftune.strategies.base import StepBatch, StepReport
 from hftune.strategies.data_parallel import DataParallel
 from hftune.task import BatchLossTask, Task
 from hftune.tasks.contrastive import ranking_losses
-from hftune.tasks.text import head_loss
 
 
 @dataclass
@@ -40,24 +38,6 @@ class Classes(Task):
 
     def loss(self, outputs: Any, target: Any) -> Tensor:
         return cross_entropy(outputs["logits"], target["labels"], reduction="mean" if self.takes_mean else "sum")
-
-
-class Tokens(Classes):
-    def loss(self, outputs: Any, target: Any) -> Tensor:
-        return head_loss(outputs, target)
-
-
-class Distances(Classes, BatchLossTask):
-    """Each sample's loss is its distance from the mean of all."""
-
-    def embed(self, outputs: Any, target: Any) -> Tensor:
-        return outputs
-
-    def batch_losses(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return (embeddings - embeddings.mean(0)).square().sum(1)
-
-    def loss(self, outputs: Any, target: Any) -> Tensor:
-        return BatchLossTask.loss(self, outputs, target)
 
 
 LOGITS = torch.tensor([[2.0, 0.0, 1.0], [0.5, 0.1, 0.3], [-1.0, 3.0, 0.0], [0.0, 0.0, 0.0]])
@@ -82,17 +62,6 @@ def test_a_loss_that_is_not_finite_is_shown_not_refused():
     logits[1] = torch.nan
     losses = sample_losses(Classes(), {"logits": logits}, TARGET, 4)
     assert [loss.isnan().item() for loss in losses] == [False, True, False, False]
-
-
-def test_losses_that_a_head_has_computed_are_added_up_by_sample():
-    token_losses = torch.tensor([[1.0, 2.0], [0.5, 0.0]])
-    outputs = ScoredOutput(token_losses.sum(), token_losses)
-    assert sample_losses(Tokens(), outputs, torch.zeros(2, 2, dtype=torch.int64), 2) == [3.0, 0.5]
-
-
-def test_samples_that_are_compared_with_each_other_have_losses_of_their_own():
-    embeddings = torch.tensor([[0.0, 0.0], [2.0, 0.0], [4.0, 0.0]])
-    assert sample_losses(Distances(), embeddings, torch.zeros(3), 3) == [4.0, 0.0, 4.0]
 
 
 # A whole step
