@@ -31,7 +31,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,7 +47,6 @@ from hftune.distributed.accelerator import on_cpu, start_accelerator
 from hftune.distributed.devices import known_tflops
 from hftune.optim import build_optimizer
 from hftune.settle import settle_packing
-from hftune.strategies.compilation import Compilations
 from hftune.strategies.data_parallel import DataParallel
 from hftune.tasks import SequenceClassification
 
@@ -269,6 +268,26 @@ def report(options: argparse.Namespace, results: dict[Setting, list[Round | None
     header = (*header, "graphs")
     table = print_table(title, header, rows)
     save(__file__, options, [table], figure(f"BERT {options.layers} x {options.width} on one {name}", rates, table))
+
+
+class Compilations(NamedTuple):
+    """What torch compiled in this process since some time."""
+
+    graphs: int
+    again: int
+    """Those of them that were compiled because the inputs were of another kind than before."""
+    hit_limit: bool
+    """Whether further kinds of inputs are computed uncompiled."""
+
+    @classmethod
+    def since(cls, began: float) -> Compilations:
+        """Count from a point in time on, as ``time.time`` tells it. torch remembers the last 64."""
+        from torch._dynamo.utils import get_compilation_metrics
+
+        found = [metrics for metrics in get_compilation_metrics() if (metrics.start_time or 0) >= began]
+        done = [metrics for metrics in found if not metrics.fail_reason]
+        again = sum(metrics.recompile_reason is not None for metrics in done)
+        return cls(len(done), again, any("limit" in (metrics.fail_reason or "") for metrics in found))
 
 
 def waits_and_graphs(done: list[Any]) -> tuple[str, str]:

@@ -29,7 +29,18 @@ import numpy as np
 import torch
 from bert_on_reviews import quiet
 from contest import take_turns
-from gpu import device_name, figure, idle_share, missing_gpu, peak_bytes, peak_tflops, reset_peak, take_steps, waits_and_graphs
+from gpu import (
+    Compilations,
+    device_name,
+    figure,
+    idle_share,
+    missing_gpu,
+    peak_bytes,
+    peak_tflops,
+    reset_peak,
+    take_steps,
+    waits_and_graphs,
+)
 from record import parse_options, print_table, save
 from torch import nn
 
@@ -38,7 +49,6 @@ from hftune.config import Recipe
 from hftune.distributed.accelerator import start_accelerator
 from hftune.optim import build_optimizer
 from hftune.settle import settle_packing
-from hftune.strategies.compilation import Compilations
 from hftune.strategies.data_parallel import DataParallel
 from hftune.tasks import LanguageModeling
 

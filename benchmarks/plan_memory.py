@@ -36,7 +36,6 @@ from hftune.config import Recipe
 from hftune.distributed.accelerator import on_cpu
 from hftune.distributed.session import Session
 from hftune.optim import build_optimizer
-from hftune.planning.pipeline import survey_pipelines
 from hftune.planning.plan import make_plan, planned_batches, survey
 from hftune.tracking.console import hide_progress_bars
 
@@ -170,12 +169,8 @@ def measure(name: str, size: dict[str, int], smoke: bool) -> int:
 def heavy_steps(recipe: Recipe, batches: BatchPlan, num_processes: int) -> list[list[MicroBatch]]:
     """Return the first step of the epoch, and the steps with the micro-batches that the plan takes for the heaviest."""
     order, parallel = batches.epoch(0), recipe.parallel
-    if parallel.pipeline_stages > 1:
-        found = survey_pipelines(batches, batches.num_steps, parallel, num_processes // parallel.pipeline_stages)
-        heaviest = [share[0] for share in found.heaviest]
-    else:
-        heaviest = [found.micro_batch for found in survey(batches, batches.num_steps, num_processes).heaviest]
-    first = {int(micro_batch.samples[0]) for micro_batch in heaviest}
+    found = survey(batches, batches.num_steps, num_processes // parallel.pipeline_stages, parallel)
+    first = {int(candidate.parts[0].samples[0]) for candidate in found.heaviest}
     return [order[0], *(step for step in order if first & {int(micro_batch.samples[0]) for micro_batch in step})]
 
 
