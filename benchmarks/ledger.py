@@ -96,8 +96,11 @@ def replay(folder: Path, step: int) -> dict[str, Any]:
     history = History.open(folder)
     with Replayer(history, step) as replayer:
         start, ready = replayer.step, time.perf_counter()
+        before = ready
         for taken in replayer.advance(step):
-            seconds.append(taken.seconds)
+            now = time.perf_counter()
+            seconds.append(now - before)
+            before = now
         computed = time.perf_counter() - ready
     found = difference(taken, history.ledger.steps[step])
     rows = [
