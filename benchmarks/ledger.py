@@ -97,8 +97,8 @@ def replay(folder: Path, step: int) -> dict[str, Any]:
     with Replayer(history, step) as replayer:
         start, ready = replayer.step, time.perf_counter()
         before = ready
-        for taken in replayer.advance(step):
-            now = time.perf_counter()
+        for replayed in replayer.advance(step):
+            taken, now = replayed, time.perf_counter()
             seconds.append(now - before)
             before = now
         computed = time.perf_counter() - ready
