@@ -202,27 +202,16 @@ def claim(sweep: Sweep) -> None:
         sweep.space.sort_like(before.get("keys", []))  # the names of the trials begin with the first key
     own = identity(sweep)
     if before is not None and before != own:
-        differences = {
-            "fixed": "has other keys that all trials share",
-            "keys": "has other keys that vary",
-            "by": "chooses values in another way",
-            "lists": "has other values for Optuna to choose from",
-        }
         changed = next(name for name in own if before.get(name) != own[name])
-        what = differences.get(changed, "is of a different recipe")
-        was = f" ({_spelled(before.get(changed))} instead of {_spelled(own[changed])})" if changed != "digest" else ""
-        raise ConfigError(f"{sweep.folder} holds a sweep that {what}{was}. Set output_dir=... to a different folder.")
+        was = (
+            "" if changed == "digest" else f": {changed} {format_value(before.get(changed))}, not {format_value(own[changed])}"
+        )
+        raise ConfigError(f"{sweep.folder} holds a different sweep{was}. Set output_dir=... to a different folder.")
     try:
         sweep.folder.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"sweep": own, "trials": []}), encoding="utf-8") if before is None else None
     except OSError as error:
         raise ConfigError(f"{sweep.folder} cannot be written: {error.strerror}. Set output_dir=...") from error
-
-
-def _spelled(value: Any) -> str:
-    if isinstance(value, dict):
-        return " ".join(f"{key}={','.join(values)}" for key, values in value.items()) or "none"
-    return ", ".join(value) or "none" if isinstance(value, list) else str(value)
 
 
 def check_same_data(trials: Sequence[Trial], begun: Trial | None = None) -> None:
