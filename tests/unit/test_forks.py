@@ -1,16 +1,21 @@
-"""The launcher that forks: what it makes of signals and of processes that end."""
+"""The launcher that forks: what it makes of signals and of processes that end, and how it replaces those that are lost.
+
+The processes are forks that do next to nothing.
+"""
 
 import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
-from hftune.errors import ConfigError
+from hftune.distributed.rounds import AgentFolder
+from hftune.errors import ConfigError, Interrupted, TrainingError
 from hftune.launchers import forks
-from hftune.launchers.forks import Signals, wait_for
-from hftune.launchers.local import read_failure
+from hftune.launchers.forks import Forks, Signals, Wanted, wait_for
+from hftune.launchers.local import check_range, read_failure
 
 
 @pytest.fixture
@@ -106,3 +111,189 @@ def test_a_module_that_cannot_be_imported_is_named_with_its_reason(tmp_path, cap
     assert capsys.readouterr().err == f"hftune: {said}\n"
     error = read_failure(tmp_path)
     assert isinstance(error, ConfigError) and str(error) == said
+
+
+# Processes that are replaced
+
+
+@pytest.fixture
+def run(tmp_path, signals, monkeypatch):
+    """Return a function that runs an agent whose processes are calls of ``work(rank, round, AgentFolder)``, which return exit codes."""
+    monkeypatch.setattr(forks, "serve_store", lambda listener: time.sleep(60))
+    monkeypatch.setattr(forks, "SAME_S", 0.0)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")  # the agent sets it to say its last word
+
+    def run(work, least, most, gpus=()):
+        def be_process(variables):
+            os.environ.update(variables)
+            try:
+                folder = AgentFolder.from_environment()
+                os._exit(work(int(os.environ["RANK"]), int(os.environ["HFTUNE_ROUND"]), folder))
+            finally:
+                os._exit(99)
+
+        (tmp_path / "files").mkdir()
+        made = Forks(Wanted(least, most, 1, str(tmp_path)), tmp_path / "files", signals, be_process, gpus)
+        try:
+            return made.run(), made
+        finally:
+            signals.send(signal.SIGKILL)
+            made.end_store()
+
+    return run
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 1
+
+
+def until_asked():
+    time.sleep(30)
+    return 0
+
+
+def report(text):
+    message = {"message": text, "extraInfo": {"timestamp": 1, "kind": "TrainingError"}}
+    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
+
+
+def train(folder, step):
+    """Finish a step, as far as the agent can see."""
+    with (Path(folder) / "ledger.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step}) + "\n")
+
+
+def test_one_that_is_killed_is_replaced_and_the_others_start_anew(run, tmp_path, capfd):
+    def work(rank, number, folder):
+        (tmp_path / f"{number}-{rank}-of-{os.environ['WORLD_SIZE']}").touch()
+        if number == 1:
+            return 0
+        if rank == 1:
+            train(tmp_path, 7)
+            return killed()
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
+        return until_asked()
+
+    code, _ = run(work, 1, 3)
+    assert code == 0
+    assert {path.name for path in tmp_path.glob("*-of-*")} == {
+        f"{number}-{rank}-of-3" for number in (0, 1) for rank in range(3)
+    }
+    assert not AgentFolder(tmp_path / "files" / "agent").over(0).is_planned
+    said = capfd.readouterr().err
+    assert said.startswith("hftune: Process 1 (pid ")
+    assert said.endswith(") was killed by SIGKILL after step 7. Round 1: 3 processes.\n")
+
+
+def test_three_losses_without_a_further_step_end_the_job_with_one_process_fewer_for_the_last(run, tmp_path, capfd):
+    def work(rank, number, folder):
+        (tmp_path / f"{number}-of-{os.environ['WORLD_SIZE']}").touch()
+        return killed() if rank == 0 else until_asked()
+
+    code, _ = run(work, 1, 3)
+    assert code == 1 and {path.name for path in tmp_path.glob("*-of-*")} == {"0-of-3", "1-of-3", "2-of-2"}
+    error = read_failure(tmp_path / "files")
+    assert isinstance(error, TrainingError) and str(error).endswith(
+        ") was killed by SIGKILL before the first step. It was loss 3 without a further step, so training ends."
+    )
+    assert "Round 2: 2 processes, fewer than before: this was loss 2 without a further step." in capfd.readouterr().err
+
+
+def test_losses_with_steps_between_them_never_end_the_job(run, tmp_path):
+    def work(rank, number, folder):
+        train(tmp_path, number + 1)
+        return 0 if number == 4 else killed()
+
+    assert run(work, 1, 1)[0] == 0
+
+
+def test_the_least_number_stays(run):
+    code, made = run(lambda rank, number, folder: killed() if rank == 0 else until_asked(), 2, 2)
+    assert code == 1 and made.count == 2
+
+
+def test_the_number_stays_a_multiple_of_the_stages_of_a_pipeline(signals, tmp_path):
+    made = Forks(Wanted(2, 5, 2, str(tmp_path)), tmp_path, signals, lambda variables: None)
+    counts = [made.count, made._lower({0: "lost"}), made.count, made._lower({0: "lost"}), made.count]
+    assert counts == [4, True, 2, False, 2]
+
+
+@pytest.mark.parametrize(("exit_code", "reports", "rounds"), [(1, True, 1), (2, True, 1), (75, False, 1), (1, False, 3)])
+def test_one_that_says_why_it_fails_ends_the_job_at_once(run, exit_code, reports, rounds):
+    def work(rank, number, folder):
+        if rank == 1:
+            return until_asked()
+        if reports:
+            report("hftune: Sample 17 has no label.")
+        return exit_code
+
+    code, made = run(work, 2, 2)
+    assert (code, made.round) == (1, rounds - 1)
+
+
+def test_a_lost_gpu_is_a_loss_and_left_out_at_the_second_time(run, tmp_path, capfd):
+    said = [
+        "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered",
+        "DataLoader worker (pid 7) is killed by signal: Killed. ",
+    ]
+
+    def work(rank, number, folder):
+        (tmp_path / f"{number}-on-{os.environ.get('CUDA_VISIBLE_DEVICES')}").touch()
+        if number == 2:
+            return 0
+        if rank != 1:
+            return until_asked()
+        report(f"Traceback ...\n{said[number]}\nCompile with ...")
+        return 1
+
+    code, _ = run(work, 1, 8, gpus=["0", "1", "2"])
+    assert code == 0 and {path.name for path in tmp_path.glob("*-on-*")} >= {"2-on-0,2"}
+    assert read_failure(tmp_path / "files") is None
+    shown = capfd.readouterr().err
+    assert ") ended with CUDA error: uncorrectable ECC error encountered before the first step. Round 1: 3 processes." in shown
+    assert (
+        ") ended with DataLoader worker (pid 7) is killed by signal: Killed before the first step. Round 2: 2 processes, fewer"
+        in shown
+    )
+
+
+def test_a_store_that_ends_is_a_loss(run, tmp_path, monkeypatch):
+    def serve(listener):
+        if not (tmp_path / "first").exists():
+            (tmp_path / "first").touch()
+            os._exit(1)
+        time.sleep(60)
+
+    monkeypatch.setattr(forks, "serve_store", serve)
+    code, made = run(lambda rank, number, folder: 0 if number else until_asked(), 1, 2)
+    assert code == 0 and made.round == 1
+
+
+def test_a_signal_between_two_rounds_stops_the_job(run, tmp_path):
+    def work(rank, number, folder):
+        if rank == 0:
+            time.sleep(0.2)
+            train(tmp_path, 3)
+            return killed()
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGINT) or os._exit(75))
+        return until_asked()
+
+    code, _ = run(work, 1, 2)
+    assert code == 128 + signal.SIGINT
+    error = read_failure(tmp_path / "files")
+    assert isinstance(error, Interrupted) and str(error) == (
+        "SIGINT: stopped after step 3, while processes were being replaced. The same command resumes from the newest checkpoint."
+    )
+
+
+def refused(*bounds):
+    with pytest.raises(ConfigError) as caught:
+        check_range(f"--processes {bounds[0]}-{bounds[1]}", *bounds)
+    return str(caught.value)
+
+
+def test_bounds_that_nothing_fits_are_refused():
+    assert refused(0, 4, 1) == "--processes 0-4: the least number must be at least 1."
+    assert refused(4, 1, 1) == "--processes 4-1: the least number exceeds the most, 1. Write the smaller number first."
+    assert refused(5, 7, 4) == "--processes 5-7 contains no multiple of parallel.pipeline_stages=4. Raise the most."
