@@ -43,9 +43,7 @@ traffic or memory can read these. Remove what training does not need from the dr
 """
 
 
-def launch(
-    recipe: Recipe, num_processes: int = 2, local_mode: bool = False, use_gpu: bool = False, allow_fewer: bool = False
-) -> TrainResult:
+def launch(recipe: Recipe, num_processes: int = 2, local_mode: bool = False, use_gpu: bool = False) -> TrainResult:
     """Train a recipe on ``num_processes`` Spark tasks and wait for the end.
 
     Uses the active SparkSession, or creates one. ``recipe.output_dir`` must be on a file system that the driver and all
@@ -54,7 +52,6 @@ def launch(
     Args:
         local_mode: start the processes on the driver's machine, not on executors.
         use_gpu: one GPU for each process; otherwise CPUs are used even if there are GPUs.
-        allow_fewer: train on as many processes as the driver has GPUs if that is fewer.
 
     Raises:
         ConfigError, DataError, TrainingError, Interrupted: as ``train``, with the message of the process that failed. Any
@@ -68,7 +65,7 @@ def launch(
         raise ConfigError(f"num_processes={num_processes} must be at least 1.")
     check_installed()
     spark = session()
-    distributor = make_distributor(num_processes, local_mode, use_gpu, allow_fewer)
+    distributor = make_distributor(num_processes, local_mode, use_gpu)
     if not local_mode:
         check_slots(spark, distributor.num_tasks)
     recipe = replace(recipe, output_dir=str(Path(recipe.output_dir).resolve()))
@@ -106,7 +103,7 @@ def session(master: str | None = None) -> SparkSession:
         raise ConfigError(f"Spark cannot be started: {first_line(error)}") from error
 
 
-def make_distributor(num_processes: int, local_mode: bool, use_gpu: bool, allow_fewer: bool) -> TorchDistributor:
+def make_distributor(num_processes: int, local_mode: bool, use_gpu: bool) -> TorchDistributor:
     """Create the distributor that starts the processes.
 
     Raises:
@@ -118,10 +115,10 @@ def make_distributor(num_processes: int, local_mode: bool, use_gpu: bool, allow_
         distributor = TorchDistributor(num_processes=num_processes, local_mode=local_mode, use_gpu=use_gpu)
     except RuntimeError as error:
         raise ConfigError(f"use_gpu={use_gpu}: {error}") from error
-    if distributor.num_processes != num_processes and not allow_fewer:
+    if distributor.num_processes != num_processes:
         raise ConfigError(
-            f"num_processes={num_processes} exceeds the number of the driver's GPUs, {distributor.num_processes}. Lower it, or "
-            "set allow_fewer=True; train.batch_size and the result stay the same."
+            f"num_processes={num_processes} exceeds the number of the driver's GPUs, {distributor.num_processes}. Lower it; "
+            "train.batch_size and the result stay the same."
         )
     return distributor
 

@@ -94,14 +94,11 @@ def test_what_cannot_be_launched_is_refused_at_once(monkeypatch):
     monkeypatch.delenv("ACCELERATE_USE_CPU")
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
-    assert refused(recipe, 3) == (
-        "num_processes=3 exceeds the number of this machine's GPUs, 2: each process takes one. Lower it; train.batch_size and the "
-        "result stay the same."
+    assert refused(recipe, 3).startswith(
+        "num_processes=3 exceeds the number of this machine's GPUs, 2: each process takes one."
     )
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert refused(recipe, 2) == (
-        "hftune.launch starts processes itself, and this is one of several that a launcher has started: call train(recipe)."
-    )
+    assert refused(recipe, 2).endswith("this is one of several that a launcher has started: call train(recipe).")
 
 
 def test_task_of_a_notebook_cell_is_refused():
@@ -110,7 +107,5 @@ def test_task_of_a_notebook_cell_is_refused():
         pass
 
     Moons.__module__, Moons.__qualname__ = "__main__", "Moons"
-    assert refused(Recipe(task=Moons()), 2) == (
-        "task.type=__main__.Moons is defined in this notebook or script itself, from which other processes cannot import it. "
-        "Put it into a file, such as moons.py, and import Moons from there."
-    )
+    said = refused(Recipe(task=Moons()), 2)
+    assert said.startswith("task.type=__main__.Moons is defined in this notebook") and "moons.py, and import Moons" in said

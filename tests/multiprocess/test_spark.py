@@ -144,28 +144,20 @@ def test_what_the_cluster_cannot_do_is_refused_in_seconds(cluster, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launcher, "SLOTS_S", 0.5)
     assert refused(num_processes=0) == "num_processes=0 must be at least 1."
-    assert refused(num_processes=3) == (
-        "The training needs 3 Spark tasks at once, and the cluster local-cluster[2,1,1024] can run 2. Lower num_processes, or "
-        "give the cluster more executors or cores."
+    assert "needs 3 Spark tasks at once, and the cluster local-cluster[2,1,1024] can run 2. Lower num_pr" in refused(
+        num_processes=3
     )
-    assert refused(use_gpu=True) == "use_gpu=True: 'spark.task.resource.gpu.amount' was unset, so gpu usage is unavailable."
-    assert refused(use_gpu=True, local_mode=True) == (
-        "num_processes=2 exceeds the number of the driver's GPUs, 1. Lower it, or set allow_fewer=True; train.batch_size and the "
-        "result stay the same."
-    )
+    assert refused(use_gpu=True).startswith("use_gpu=True: 'spark.task.resource.gpu.amount' was unset")
+    assert "num_processes=2 exceeds the number of the driver's GPUs, 1. Lower it" in refused(use_gpu=True, local_mode=True)
     assert not any(tmp_path.iterdir())
 
 
 def test_what_is_not_installed_is_named(monkeypatch):
     monkeypatch.setenv("JAVA_HOME", "/nowhere")
-    assert refused() == (
-        "Spark needs Java, and JAVA_HOME=/nowhere has none: install version 17 or 21, such as openjdk-17-jre-headless."
-    )
+    assert refused().startswith("Spark needs Java, and JAVA_HOME=/nowhere has none: install version 17 or 21")
     monkeypatch.delenv("JAVA_HOME")
     monkeypatch.setenv("PATH", "/nowhere")
-    assert refused() == (
-        "Spark needs Java, and there is none on the PATH: install version 17 or 21, such as openjdk-17-jre-headless."
-    )
+    assert refused().startswith("Spark needs Java, and there is none on the PATH: install version 17 or 21")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert refused() == 'hftune.spark needs a package that is not installed: pip install "hftune[spark]".'
 
