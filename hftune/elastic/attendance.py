@@ -124,6 +124,13 @@ class Attendance:
         self.say(has_left=reason)
         self._threads[0].join(LEAVE_S)
 
+    def stop(self) -> None:
+        """Stop without a word: the interpreter aborts if it ends while one of its threads comes back from torch's C++."""
+        self._ends = True
+        self._wake.set()
+        if self._threads[0].is_alive():
+            self._threads[0].join(LEAVE_S)
+
     # The thread that attends
 
     def _attend(self) -> None:

@@ -383,6 +383,7 @@ class ElasticRendezvous(RendezvousHandler):
             self.attendance.leave("" if is_done else f"{self.attendance.me} has left")
             if self.is_host:
                 self._outlast(membership)
+        self.attendance.stop()
         shutil.rmtree(self.folder.path, ignore_errors=True)
 
     def _end_after(self, kind: type[BaseException], error: BaseException, traceback: Any) -> None:

@@ -193,6 +193,15 @@ def test_ranges_that_do_not_work_are_refused_before_anything(monkeypatch, words,
     assert (range_problem(command) is None) == ("no range" not in (what or ""))
 
 
+def test_an_agent_that_ends_before_it_is_let_in_takes_its_thread_along(start):
+    """Else the interpreter might abort, with an exit code that is nobody's."""
+    agent = start()
+    agent.attendance.start()
+    until(lambda: agent.attendance._count)
+    agent.shutdown()
+    assert agent.attendance.membership is None and not agent.attendance._threads[0].is_alive()
+
+
 def test_newcomers_are_let_in_at_a_checkpoint_or_after_a_while(tmp_path):
     attendance = Attendance(FolderPlace(tmp_path, "job"), Machine("a", "a", "127.0.0.1"), 1, 2, Times(9, regroup_every=0.2), {})
     (tmp_path / "step_00000010").mkdir()
