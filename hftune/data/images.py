@@ -64,7 +64,17 @@ class Layout:
         return self.size, self.size, self.num_channels
 
     def pixels(self, image: Image.Image, name: str) -> np.ndarray:
-        return to_pixels(image, name, self)
+        """Convert grey images to colour if there are 3 channels; refuse coloured images if there is 1."""
+        image = checked(image, name)
+        if image.size != (self.size, self.size):
+            if not self.resize:
+                width, height = image.size
+                raise DataError(
+                    f"{name} is {width} x {height} pixels, but task.image_size={self.size}. Give all images that size, or set "
+                    "task.resize=true, which scales the shorter side and crops the longer one."
+                )
+            image = ImageOps.fit(image if image.mode == "L" else image.convert("RGB"), (self.size, self.size))
+        return channels(image, name, self.num_channels)
 
 
 @dataclass(frozen=True)
@@ -299,23 +309,6 @@ def _readable(name: str) -> Iterator[None]:
         raise DataError(f"{name} is not an image that can be read.") from error
     except (OSError, SyntaxError, ValueError, RuntimeError, Image.DecompressionBombError) as error:  # as its formats fail
         raise DataError(f"{name} cannot be read: {str(error).rstrip('.')}.") from error
-
-
-def to_pixels(image: Image.Image, name: str, layout: Layout) -> np.ndarray:
-    """Return an image as (H, W, C) uint8, or raise DataError with a message that begins with ``name``.
-
-    Grey images are converted to colour if the layout has 3 channels; coloured images are refused if it has 1.
-    """
-    image = checked(image, name)
-    if image.size != (layout.size, layout.size):
-        if not layout.resize:
-            width, height = image.size
-            raise DataError(
-                f"{name} is {width} x {height} pixels, but task.image_size={layout.size}. Give all images that size, or set "
-                "task.resize=true, which scales the shorter side and crops the longer one."
-            )
-        image = ImageOps.fit(image if image.mode == "L" else image.convert("RGB"), (layout.size, layout.size))
-    return channels(image, name, layout.num_channels)
 
 
 def checked(image: Image.Image, name: str) -> Image.Image:

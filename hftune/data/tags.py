@@ -92,16 +92,10 @@ def word_ids(
         the token ids of each text, at most ``max_length``; the word that each token belongs to, None for special tokens; and
         whether the text had more tokens.
     """
-    settings = {"is_split_into_words": True, "return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-    texts = [list(words) for words in texts]
-    encoded = tokenizer(texts, truncation=True, max_length=max_length, **settings)
-    ids = encoded["input_ids"]
-    words = [encoded.word_ids(index) for index in range(len(ids))]
-    cut = [len(row) == max_length for row in ids]
-    if full := [text for text, is_full in zip(texts, cut, strict=True) if is_full]:  # truncated, or of exactly this length
-        uncut = iter(tokenizer(full, truncation=False, **settings)["input_ids"])
-        cut = [is_full and len(next(uncut)) > max_length for is_full in cut]
-    return ids, words, cut
+    from hftune.data.tokenized import truncated
+
+    encoded, cut = truncated(tokenizer, max_length, [list(words) for words in texts], is_split_into_words=True)
+    return encoded["input_ids"], [encoded.word_ids(index) for index in range(len(texts))], cut
 
 
 def windows(

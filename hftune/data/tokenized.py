@@ -264,15 +264,26 @@ def tokenizer_key(tokenizer: Any) -> list:
     ]
 
 
+def truncated(tokenizer: Any, max_length: int, *texts: Sequence[Any], **settings: Any) -> tuple[Any, list[bool]]:
+    """Tokenize texts, or pairs of texts, to at most ``max_length`` tokens, without attention masks.
+
+    Returns:
+        what the tokenizer returns, and for each text whether it has more tokens.
+    """
+    settings = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False, **settings}
+    encoded = tokenizer(*map(list, texts), truncation=True, max_length=max_length, **settings)
+    cut = [len(row) == max_length for row in encoded["input_ids"]]
+    if full := [index for index, is_full in enumerate(cut) if is_full]:  # truncated, or of exactly this length
+        uncut = tokenizer(*([side[index] for index in full] for side in texts), **settings)["input_ids"]
+        for index, ids in zip(full, uncut, strict=True):
+            cut[index] = len(ids) > max_length
+    return encoded, cut
+
+
 def to_ids(texts: Sequence[str], tokenizer: Any, max_length: int) -> tuple[list[list[int]], list[bool]]:
     """Return the token ids of each text, at most ``max_length``, and whether the text had more."""
-    settings = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-    ids = tokenizer(list(texts), truncation=True, max_length=max_length, **settings)["input_ids"]
-    cut = [len(row) == max_length for row in ids]
-    if full := [text for text, is_full in zip(texts, cut, strict=True) if is_full]:  # truncated, or of exactly this length
-        uncut = iter(tokenizer(full, **settings)["input_ids"])
-        cut = [is_full and len(next(uncut)) > max_length for is_full in cut]
-    return ids, cut
+    encoded, cut = truncated(tokenizer, max_length, texts)
+    return encoded["input_ids"], cut
 
 
 def pair_ids(
@@ -283,13 +294,7 @@ def pair_ids(
     Returns:
         input_ids; cut (whether tokens are missing); and, if asked for, token_type_ids, which tell the two texts apart.
     """
-    settings = {"return_attention_mask": False, "return_token_type_ids": token_types, "verbose": False}
-    encoded = tokenizer(list(texts), list(others), truncation=True, max_length=max_length, **settings)
-    cut = [len(row) == max_length for row in encoded["input_ids"]]
-    if full := [index for index, is_full in enumerate(cut) if is_full]:
-        uncut = tokenizer([texts[index] for index in full], [others[index] for index in full], **settings)["input_ids"]
-        for index, ids in zip(full, uncut, strict=True):
-            cut[index] = len(ids) > max_length
+    encoded, cut = truncated(tokenizer, max_length, texts, others, return_token_type_ids=token_types)
     return {**encoded, "cut": cut}
 
 

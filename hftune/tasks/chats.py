@@ -105,16 +105,14 @@ class Chats(TextTask):
         return ("prompt", "answer", "perplexity" if self.generation is None else "generated")
 
     def validate(self) -> list[str]:
-        return [*super().validate(), *self._column_problems(), *self._template_problems()]
+        return [*super().validate(), *self._problems()]
 
-    def _column_problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[str]:
         if (self.prompt_column is None) != (self.completion_column is None):
             missing = "prompt" if self.prompt_column is None else "completion"
             yield f"task.{missing}_column is missing: set both columns, or messages_column instead."
         if self.messages_column is not None and self.prompt_column is not None:
             yield "task.messages_column and task.prompt_column both name the chats. Leave one of them out."
-
-    def _template_problems(self) -> Iterator[str]:
         if self.chat_template is not None and not Path(self.chat_template).expanduser().is_file():
             yield f"task.chat_template={self.chat_template}: there is no such file."
         if self.date is not None:

@@ -5,7 +5,7 @@ torch, transformers and datasets are imported inside the methods, so that mistyp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -136,17 +136,12 @@ class SequenceClassification(TextTask):
     def stratify_by(self, rows: Dataset) -> str | None:
         return super().stratify_by(rows) if self.problem_type in (None, "single_label_classification") else None
 
-    @property
-    def _label(self) -> str:
-        """Column of the labels."""
-        return self.read_columns["label_column"]
-
     @cached_property
     def kind(self) -> str:
         """What is predicted: ``problem_type``, or what the labels look like."""
         if self.problem_type is not None:
             return self.problem_type
-        feature = None if self.label_columns else self.rows["train"].features[self._label]
+        feature = None if self.label_columns else self.rows["train"].features[self.read_columns["label_column"]]
         if feature is None or is_list(feature):
             kind = "multi_label_classification"
         else:
@@ -163,14 +158,20 @@ class SequenceClassification(TextTask):
         from hftune.data.labels import Classes, class_names, names_of
 
         def find() -> list[str]:
-            labels, row_of = self._raw_labels("train")
+            (labels, indices), row_of = self._raw_labels("train"), self.row_of("train")
             elsewhere = [label for split in self.rows if split != "train" for label in self._raw_labels(split)[0]]
-            return class_names(labels, "train", row_of, self.ordinal, elsewhere)
+            return class_names(labels, "train", lambda place: row_of(indices[place]), self.ordinal, elsewhere)
 
         if self.label_columns:
             return Classes(self.label_columns, None, are_labels=False)
-        feature = self.rows["train"].features[self._label]
-        depends_on = ["class names", [rows._fingerprint for rows in self.rows.values()], self._label, self.kind, self.ordinal]
+        feature = self.rows["train"].features[self.read_columns["label_column"]]
+        depends_on = [
+            "class names",
+            [rows._fingerprint for rows in self.rows.values()],
+            self.read_columns["label_column"],
+            self.kind,
+            self.ordinal,
+        ]
         return Classes.of(
             self.label_names, names_of(getattr(feature, "feature", feature)), lambda: cached_value(depends_on, find)
         )
@@ -180,19 +181,14 @@ class SequenceClassification(TextTask):
         """Class names in the order of the class numbers; None for regression."""
         return None if self.kind == "regression" else self.label_names or self._classes.names
 
-    def _raw_labels(self, split: str) -> tuple[list[Any], Callable[[int], Any]]:
-        """Return the labels as they are in the data, those of lists one after the other, and what tells the row of each."""
-        labels, indices = self._labels_and_indices(split)
-        row_of = self.row_of(split)
-        return labels, lambda place: row_of(indices[place])
-
-    def _labels_and_indices(self, split: str) -> tuple[list[Any], Sequence[int]]:
+    def _raw_labels(self, split: str) -> tuple[list[Any], Sequence[int]]:
+        """Return the labels as they are in the data, those of lists one after the other, and the index of the row of each."""
         from hftune.data.labels import read_label_lists, read_labels
 
         rows, row_of = self.rows[split], self.row_of(split)
         if self.kind == "multi_label_classification":
-            return read_label_lists(rows, self._label, split, row_of)
-        return read_labels(rows, self._label, split, row_of), range(len(rows))
+            return read_label_lists(rows, self.read_columns["label_column"], split, row_of)
+        return read_labels(rows, self.read_columns["label_column"], split, row_of), range(len(rows))
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
         texts = [rows[column] for column in self.text_columns_read]
@@ -223,10 +219,10 @@ class SequenceClassification(TextTask):
 
         rows, row_of = self.rows[split], self.row_of(split)
         if self.kind == "regression":
-            return {"label": read_targets(rows, self._label, split, row_of)}
+            return {"label": read_targets(rows, self.read_columns["label_column"], split, row_of)}
         if self.label_columns:
             return {"label": read_flags(rows, self.label_columns, split, row_of)}
-        labels, indices = self._labels_and_indices(split)
+        labels, indices = self._raw_labels(split)
         numbers = self._classes.numbers(labels, split, lambda place: row_of(indices[place]))
         if self.kind == "single_label_classification":
             return {"label": np.array(numbers, np.int64)}
@@ -302,10 +298,10 @@ class SequenceClassification(TextTask):
         if self.label_columns is not None:
             return "there are several label columns"
         if self.kind == "multi_label_classification":
-            return f"column {self._label!r} holds lists"
-        dtype = str(self.rows["train"].features[self._label].dtype)
+            return f"column {self.read_columns['label_column']!r} holds lists"
+        dtype = str(self.rows["train"].features[self.read_columns["label_column"]].dtype)
         holds = "texts" if dtype.endswith("string") else "whole numbers" if "int" in dtype else "decimal numbers"
-        return f"column {self._label!r} holds {holds}"
+        return f"column {self.read_columns['label_column']!r} holds {holds}"
 
     def config_overrides(self) -> dict[str, Any]:
         number = {"num_labels": 1} if self.labels is None else {}
