@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.config.keys import key
 from hftune.data.columns import Role, find_columns, is_label
-from hftune.data.sources import INSTEAD, Source, held_out_key, held_out_problems, names_eval_data
+from hftune.data.sources import INSTEAD, NO_EVAL_DATA, Source, held_out_key, held_out_problems, names_eval_data
 from hftune.errors import format_value
 from hftune.task import Task
 
@@ -77,6 +77,8 @@ class DatasetTask(Task):
         yield from held_out_problems(self)
         needs_eval = self.evaluates and self.default_share is None and held_out_key(self) is None
         yield from self.source.problems(needs_eval)
+        if needs_eval and self.eval_split is None and not self.data_files and ":" not in (self.dataset or ""):
+            yield f"task.eval_split=null names no evaluation data. Name a split, {NO_EVAL_DATA}."
 
     def _name_problems(self) -> Iterator[str]:
         """Yield a sentence for each name that is listed twice: classes of one name could not be told apart."""

@@ -123,6 +123,12 @@ def test_folds_of_different_data_are_not_joined(tmp_path):
         folds_result.joined_rows(folders)
 
 
+def test_a_task_without_a_default_share_is_not_evaluated_on_its_training_rows():
+    (said,) = task(dataset="me/reviews", eval_split=None).validate()
+    assert said.startswith("task.eval_split=null names no evaluation data.") and "task.eval_share=0.1" in said
+    assert task(dataset="me/reviews", eval_split=None, eval_share=0.1).validate() == []
+
+
 def test_a_test_file_may_be_given_besides(tmp_path):
     test = tmp_path / "test.jsonl"
     test.write_text('{"text": "text of the test", "label": "a"}\n' * 4)
