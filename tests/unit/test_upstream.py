@@ -327,7 +327,7 @@ NO_ISSUE = "no public name yet, no upstream issue known"
 TABLE = [
     Upstream(
         "_actions",
-        "commands",
+        "commands cli",
         "the completion lists the options of each command, of which argparse has no public list",
         NO_ISSUE,
         parsers_list_their_options,
