@@ -186,8 +186,7 @@ class Key:
             if isinstance(item, (int, float)) and not isinstance(item, bool) and get_origin(self.type) is not Literal:
                 if not rule.holds(item):
                     finite = "" if math.isfinite(item) else " and finite" if rule.bounds else "finite"
-                    each = "each " if items is value else ""
-                    return f"{said}: {each}must be {rule.bounds}{finite}.{self._null()}".replace(": must", " must")
+                    return f"{said}{': each' if items is value else ''} must be {rule.bounds}{finite}.{self._null()}"
             elif self.texts and item is not None and item not in self.texts and not (rule.own is not None and is_dotted(item)):
                 return self._choice_problem(item)
         return None

@@ -282,30 +282,38 @@ class Recipe(RunConfig):
 
 
 ELSEWHERE = {
-    **dict.fromkeys(("learning_rate", "max_lr", "base_lr"), "train.lr"),
-    **dict.fromkeys(("num_train_epochs", "num_epochs", "max_epochs"), "train.epochs"),
-    **dict.fromkeys(("train_batch_size", "global_batch_size"), "train.batch_size"),
-    "per_device_train_batch_size": "train.micro_batch_size",
-    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), "train.batch_size"),  # of all processes
-    **dict.fromkeys(("bf16", "fp16", "precision"), "train.mixed_precision"),
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), "train.betas"),
-    **{"adam_epsilon": "train.eps", "warmup_steps": "train.warmup_ratio", "full_determinism": "train.deterministic"},
-    **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "grad_clip"), "train.clip_norm"),
-    **{"early_stopping_patience": "eval.patience", "early_stopping_threshold": "eval.min_improvement"},
-    **{"ema": "train.ema_decay", "layerwise_lr_decay": "train.layer_decay", "unfrozen_parameters": "train.freeze"},
-    **{"lr_scheduler_type": "train.schedule", "optim": "train.optimizer", "logging_steps": "train.log_every"},
-    **{
-        **dict.fromkeys(("eval_steps", "eval_strategy"), "eval.every"),
-        "per_device_eval_batch_size": "eval.batch_size",
-        "metric_for_best_model": "eval.metric",
-        "save_total_limit": "checkpoint.keep",
-        "resume_from_checkpoint": "resume",
-        "save_steps": "checkpoint.every",
-        "report_to": "track.with",
-        "model_name_or_path": "task.model",
-    },
+    other: ours
+    for ours, others in {
+        "train.lr": "learning_rate max_lr base_lr",
+        "train.epochs": "num_train_epochs num_epochs max_epochs",
+        "train.batch_size": "train_batch_size global_batch_size gradient_accumulation_steps accumulate_grad_batches",
+        "train.micro_batch_size": "per_device_train_batch_size",
+        "train.mixed_precision": "bf16 fp16 precision",
+        "train.optimizer": "optim",
+        "train.betas": "adam_beta1 adam_beta2",
+        "train.eps": "adam_epsilon",
+        "train.freeze": "unfrozen_parameters",
+        "train.layer_decay": "layerwise_lr_decay",
+        "train.warmup_ratio": "warmup_steps",
+        "train.schedule": "lr_scheduler_type",
+        "train.ema_decay": "ema",
+        "train.clip_norm": "max_grad_norm gradient_clip_val grad_clip",
+        "train.deterministic": "full_determinism",
+        "train.log_every": "logging_steps",
+        "eval.every": "eval_steps eval_strategy",
+        "eval.batch_size": "per_device_eval_batch_size",
+        "eval.metric": "metric_for_best_model",
+        "eval.patience": "early_stopping_patience",
+        "eval.min_improvement": "early_stopping_threshold",
+        "checkpoint.every": "save_steps",
+        "checkpoint.keep": "save_total_limit",
+        "track.with": "report_to",
+        "task.model": "model_name_or_path",
+        "resume": "resume_from_checkpoint",
+    }.items()
+    for other in others.split()
 }
-"""Other toolkits' names for our keys."""
+"""Our keys by other toolkits' names for them."""
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
