@@ -9,11 +9,12 @@ from hftune.checkpoints.train_state import TrainState
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.rounds import agents_word
 from hftune.task import ask
+from hftune.tracking.console import duration
 from hftune.tracking.facts import Facts
 from hftune.tracking.jsonl import read_lines
 from hftune.tracking.ledger import NAME as LEDGER
 from hftune.tracking.ledger import last_step
-from hftune.tracking.summary import best_and_last, describe_times, print_start, print_summary, processes
+from hftune.tracking.summary import best_and_last, print_start, print_summary, processes
 
 
 class Printout(Callback):
@@ -34,9 +35,9 @@ class Printout(Callback):
     def on_end(self, end: End) -> None:
         result, log_file, report = end.result, end.result.output_dir / "metrics.jsonl", end.result.output_dir / REPORT
         evaluations = best_and_last(read_lines(log_file), result.best["step"], result.steps)
-        speed = self.samples / max(self.seconds, 1e-9)
+        speed, where = self.samples / max(self.seconds, 1e-9), processes(result.world_size)
         rows = {
-            "steps": describe_times(result.steps, result.seconds, result.world_size, speed),
+            "steps": f"{result.steps:,} in {duration(result.seconds)} on {where}, {speed:,.0f} samples/s in training",
             "stopped": result.stopped_early,
             "model": f"{result.model_dir} ({'the last one' if self.recipe.eval.is_off else 'the last one: model_last'})",
             "report": str(report) if report.is_file() else f"none, see above; {log_file} has all numbers",

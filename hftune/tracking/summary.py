@@ -8,7 +8,7 @@ from typing import Any
 from hftune import __version__
 from hftune.batch_plan import BatchPlan
 from hftune.config import Recipe
-from hftune.tracking.console import aligned, duration, is_number, note, one_line, printed_width, short, table
+from hftune.tracking.console import aligned, is_number, note, one_line, printed_width, short, table
 from hftune.tracking.facts import Facts
 
 MAX_LABELS = 10
@@ -24,9 +24,10 @@ def print_start(recipe: Recipe, plan: BatchPlan, facts: Facts, class_counts: Map
         class_counts: of the training split; see ``Task.class_counts``.
     """
     precision = PRECISIONS[facts.precision]
+    trained = f", {facts.trainable_parameters:,} of them trained" if facts.trainable_parameters != facts.parameters else ""
     rows = {
         "recipe": f"{recipe.recipe} (hftune {__version__})",
-        "model": describe_model(facts),
+        "model": f"{facts.model}, {facts.parameters:,} parameters{trained}",
         "labels": describe_classes(class_counts),
         "samples": ", ".join(f"{data['samples']:,} {split}" for split, data in facts.data.items()),
         "steps": f"{facts.num_steps:,}, {facts.steps_per_epoch:,} an epoch",
@@ -36,12 +37,6 @@ def print_start(recipe: Recipe, plan: BatchPlan, facts: Facts, class_counts: Map
     }
     said = table({name: value for name, value in rows.items() if value}, printed_width())
     print(said, *map(note, facts.notices), sep="\n", flush=True)
-
-
-def describe_model(facts: Facts) -> str:
-    """Name the model and its size."""
-    trained = f", {facts.trainable_parameters:,} of them trained" if facts.trainable_parameters != facts.parameters else ""
-    return f"{facts.model}, {facts.parameters:,} parameters{trained}"
 
 
 def describe_classes(counts: Mapping[str, int]) -> str:
@@ -104,11 +99,6 @@ def best_and_last(lines: Iterable[Mapping[str, Any]], best_step: int, last_step:
         for step, name in names.items()
         if step in at
     }
-
-
-def describe_times(num_steps: int, seconds: float, num_processes: int, samples_per_s: float) -> str:
-    """Say how long training took."""
-    return f"{num_steps:,} in {duration(seconds)} on {processes(num_processes)}, {samples_per_s:,.0f} samples/s in training"
 
 
 def processes(count: int) -> str:
