@@ -15,7 +15,7 @@ from hftune.errors import ConfigError
 
 NOT_FOR_TABLES = ("text", "text_file", "messages", "chat", "system", "input", "masks", "track", "json")
 """Options that --data does not take."""
-LONGEST = 500
+MAX_CHARACTERS = 500
 """Characters of a text that trackers get, as in predictions.jsonl."""
 
 
@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
         row = {**input_column(value), **save_images(flat(prediction), path)}
         print(strict_json(row, ensure_ascii=False) if options.json else "\t".join(map(str, row.values())), flush=True)
         if options.track:
-            rows.append(row if isinstance(value, (Path, tuple)) else {"text": as_text(value)[:LONGEST], **row})
+            rows.append(row if isinstance(value, (Path, tuple)) else {"text": as_text(value)[:MAX_CHARACTERS], **row})
             images += [(image, row["input"]) for image in images_in(prediction)[: recipe.eval.show_samples - len(images)]]
     if options.track:
         from hftune.commands.tracked import track_predictions

@@ -44,8 +44,8 @@ PART = 2000
 """Rows that are predicted, and written, together."""
 CPU_TOKENS = 2048
 """Padded tokens of a batch on CPUs at most: with more, the activations leave the caches."""
-SAID_EVERY_S = 10.0
-"""Between two lines of progress where there is no terminal."""
+PROGRESS_INTERVAL_S = 10.0
+"""Seconds between progress lines when stderr is not a terminal."""
 
 Prediction = dict[str, Any] | None
 
@@ -130,7 +130,7 @@ def naming_rows(job: Job, numbers: Sequence[int]) -> Iterator[None]:
 
 
 def plan(lengths_N: np.ndarray, batch_size: int, max_tokens: int | None) -> list[MicroBatch]:
-    """Sort rows by length, the longest first, and cut them into batches of at most so many rows and padded tokens."""
+    """Sort rows by length, the longest first, and cut them into batches: of ``batch_size`` rows and ``max_tokens`` at most."""
     count, lengths_N = len(lengths_N), np.maximum(lengths_N, 1)  # a text may have no token
     tokens = max(max_tokens, int(lengths_N.max())) if max_tokens is not None else None
     sizes: dict[str, Any] = {"micro_batch_size": batch_size, "micro_batch_tokens": tokens}
@@ -251,13 +251,13 @@ class Meter:
             self.bar.open()
 
     def advance(self, count: int, most: int) -> None:
-        """Note that about so many rows have been predicted, by all processes, ``most`` at most."""
+        """Note that all processes together have predicted about ``count`` more rows, and no row after ``most``."""
         self.done = min(self.done + count, most)
         now = time.monotonic()
         if self.bar is not None:
             if self.bar.is_due():
                 self.bar.draw(f"row {self.done:,}/{self.total:,}", self.done, self.total, map(Text, self._speed(now)))
-        elif self.enabled and now - self.said > SAID_EVERY_S:
+        elif self.enabled and now - self.said > PROGRESS_INTERVAL_S:
             self.said = now
             print("  ".join([f"row {self.done:,}/{self.total:,}", *self._speed(now)]), flush=True)
 

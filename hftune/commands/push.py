@@ -132,7 +132,7 @@ def upload(
     """Put the best model of a run into a repository, in one commit; return the model's address.
 
     Args:
-        merged: folder that `hftune merge` wrote, to be pushed in the place of the adapters.
+        merged: folder that `hftune merge` wrote, to push instead of the adapters.
 
     Raises:
         ConfigError: the Hub refuses, or cannot be reached; or the repository is public and should be private.

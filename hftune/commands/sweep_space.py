@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 RANGE = re.compile(rf"({NUMBER})\.\.({NUMBER})")
 SHARED = ("replace", "task.type", "eval.metric", "eval.greater_is_better")
-"""Keys that cannot vary, besides those that each run has its own of: trials are compared by one metric."""
+"""Keys that cannot vary, besides those of which each run has its own: trials are compared by one metric."""
 MAX_NAME = 100
 LOG_FROM = 10
 """Ratio of its ends from which a range is searched by orders of magnitude."""

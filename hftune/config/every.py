@@ -1,4 +1,4 @@
-"""How often something is done in a training: every so many steps, epochs or minutes, or never. Knows no loop and no clock."""
+"""How often something is done in a training: an interval of steps, epochs or time, or never. Knows no loop and no clock."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Rule:
     choices: Sequence[str] = ()
     """Texts that it can be. For a type such as int | str, its only texts."""
     own: str | None = None
-    """A dotted path of the user's own code, as an example of what may stand in the place of a choice. None: it may not."""
+    """An example of a dotted path to the user's own code, which is accepted instead of a choice. None: it is not."""
     read: Callable[[Any], Any] | None = None
     """Reads the value; raises ValueError, whose text says what the value is not."""
     needs: tuple[str, Sequence[str]] | None = None
@@ -128,7 +128,7 @@ def key(
         default: its default; for a list or a mapping the function that makes it. Left out: the key must be given.
         gt, ge, lt, le: bounds of a number, or of each number of a list: above, at least, below, at most.
         choices: the texts that it can be.
-        own: an example of a dotted path, which may stand in the place of a choice.
+        own: an example of a dotted path, if one is accepted instead of a choice.
         read: a function that reads the value, and raises ValueError with what the value is not.
         needs: the name of a different field of the section, such as "schedule", and the values with which this key has a
             meaning: with others it must have its default.

@@ -104,8 +104,8 @@ class TrainConfig(Section):
     """Regular expressions, searched for in the names of parameters: those that match are not trained. ^ and $ stand for the
     beginning and the end of a name, such as bert.embeddings.word_embeddings.weight."""
     groups: list[dict[str, Any]] = key(list, changes="update", resume="fixed")
-    """Parameters with learning rates or weight decay of their own: a list of {match: REGEX, lr: 1e-4, weight_decay: 0.1}, of
-    which lr or weight_decay can be left out. The first that matches a name counts. lr is absolute, and the schedule scales it
+    """Parameters with learning rates or weight decay of their own: a list of {match: REGEX, lr: 1e-4, weight_decay: 0.1};
+    either lr or weight_decay may be left out. The first that matches a name counts. lr is absolute, and the schedule scales it
     like train.lr; weight_decay applies to all that matches, biases included."""
     layer_decay: float | None = key(None, gt=0, le=1, changes="update", resume="fixed")
     """Factor of the learning rate from each layer to the one below it, in (0, 1], such as 0.8: the head has train.lr, and
@@ -171,7 +171,7 @@ class TrainConfig(Section):
     """Steps to leave out, such as [137], counted from 1. Their samples are not loaded, and weights, optimizer state and average
     stay as they are; the schedule moves on. May be changed on resume for steps to come."""
     profile: list[int] | None = key(None, ge=1, changes="nothing")
-    """First and last step, such as [20, 23], of which each process writes a trace and a table of its most expensive operators
+    """First and last step to profile, such as [20, 23]: each process writes a trace and a table of its most expensive operators
     into the folder profile of output_dir. Steps count from 1. null: none."""
     dead_after_s: float = key(60.0, ge=3, le=1e8, changes="nothing")
     """Seconds without a heartbeat, sent once a second, after which a process counts as dead and the job ends; at least 3. If
@@ -311,7 +311,7 @@ class EvalConfig(Section):
     """Number of evaluations in a row that may pass without improving eval.metric by more than eval.min_improvement; after the
     last of them training stops. null: it never stops early."""
     min_improvement: float = key(0.0, ge=0, changes="nothing", resume="length")
-    """An evaluation counts as an improvement if it is better than the last such one by more than this. For eval.patience; the
+    """An evaluation counts as an improvement if it beats the last one that counted by more than this. For eval.patience; the
     best model is the best one in any case."""
     show_samples: int = key(3, ge=0, changes="nothing")
     """Number of samples to show after each evaluation, the first of the dataset, for tasks that show samples (titles and
@@ -354,8 +354,8 @@ class CheckpointConfig(Section):
     keep: int = key(2, ge=1, changes="nothing")
     """Number of newest checkpoints to keep. The one of the best evaluation is kept as well."""
     keep_every: Union[int, str, None] = key(None, ge=1, choices=(DOUBLING,), changes="nothing")  # noqa: UP007
-    """What to keep of older checkpoints. A number of steps: the first checkpoint in every so many steps, for good. doubling: at
-    distances that double with their age, about log2(steps / checkpoint.every) in all. null: none of them."""
+    """Which older checkpoints to keep. A number of steps: the first one in each interval of that length, for good. doubling: a
+    few whose distances double with their age, about log2(steps / checkpoint.every) in all. null: none of them."""
     copies: int = key(1, ge=0, changes="nothing")
     """How many other machines keep a copy of the output folder, in jobs whose machines come and go and have no common file
     system. 0: none; if the main machine is lost, so is the run."""
@@ -408,8 +408,8 @@ class ParallelConfig(Section):
     split: list[int] | None = key(None, ge=1, changes="rounding")
     """Number of layers of each stage, first to last. null: the largest stage gets as few parameters as possible."""
     regroup_every_s: float = key(60.0, ge=0, changes="rounding")
-    """In an elastic job, whose machines come and go: a machine that comes is taken in after the next checkpoint, or after so
-    many seconds, so that newcomers do not stop the others again and again. The loss of a machine is always seen to at once."""
+    """In an elastic job, whose machines come and go: seconds until a new machine is taken in, unless a checkpoint comes first,
+    so that newcomers do not stop the others again and again. The loss of a machine is handled at once."""
 
     def problems(self) -> Iterator[str]:
         if self.virtual_stages == 1 and self.schedule == "interleaved":
