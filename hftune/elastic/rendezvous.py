@@ -180,14 +180,16 @@ class ElasticRendezvous(RendezvousHandler):
             self._check_job(membership)
             if membership.conflict:
                 refuse(membership.conflict)
-            if self._is_in_new_round(membership):
+            is_running = membership.phase is Phase.RUNNING and membership.round > self.round
+            if is_running and attendance.me.id in membership.members:
                 break
             is_chosen = membership.phase is Phase.MEETING and attendance.me.id in membership.chosen
             if is_chosen and membership.attempt > tried and self._connect(membership):
                 tried = membership.attempt
             is_short = membership.phase is Phase.GATHERING and not membership.awaited
             if is_short and waited_s > attendance.times.join:
-                self._give_up(membership, waited_s)
+                longer = f"Waited {waited_s:.0f} s; {JOIN_TIMEOUT}={2 * waited_s:.0f} waits longer."
+                pause(f"{self._situation(membership)} {longer}")
             if waited_s > reminder_s:
                 ends = f" Waiting for {attendance.times.join - waited_s:.0f} s more."
                 say(self._situation(membership) + (ends if is_short and len(membership.machines) < membership.least else ""))
@@ -220,10 +222,6 @@ class ElasticRendezvous(RendezvousHandler):
             sys.exit(0)
         attendance.is_prepared = True
         attendance.say()
-
-    def _is_in_new_round(self, membership: Membership) -> bool:
-        is_member = membership.phase is Phase.RUNNING and self.attendance.me.id in membership.members
-        return is_member and membership.round > self.round
 
     def _connect(self, membership: Membership) -> bool:
         """Open this round's store, or connect to it; return False while nobody has opened it."""
@@ -296,9 +294,6 @@ class ElasticRendezvous(RendezvousHandler):
         if len(here) >= least and membership.round < 0:
             return f"{count}; waiting up to {self.attendance.times.last_call:.0f} s for more, {membership.most} at most."
         return f"{count}, and at least {least} are needed. Start the same command on more machines; they meet at {self.where}."
-
-    def _give_up(self, membership: Membership, waited_s: float) -> None:
-        pause(f"{self._situation(membership)} Waited {waited_s:.0f} s; {JOIN_TIMEOUT}={2 * waited_s:.0f} waits longer.")
 
     def _has_place(self) -> bool:
         """Whether the meeting place answers. If nothing serves it any more, the round goes on for as long as it lasts.

@@ -193,18 +193,13 @@ def test_a_machine_that_does_not_come_is_named_before_a_process_is_started(machi
         start(machines[0], "hftune.doctor", HFTUNE_JOIN_TIMEOUT_S="1", HFTUNE_MACHINES="machineA machineB")
     )[0]
     assert code == 1 and out == ""
-    assert err == (
-        f"hftune: 1 of 2 machines is here: machineA (10.77.0.1 on {machines[0].interface}). Missing: machineB. 1 more must be "
-        "started with the same command, and be able to reach 10.77.0.1:29500 (firewall, address, port). Waited 1 s; "
-        "HFTUNE_JOIN_TIMEOUT_S=2 waits longer.\n"
-    )
+    here = f"hftune: 1 of 2 machines is here: machineA (10.77.0.1 on {machines[0].interface}). Missing: machineB."
+    assert err.startswith(here) and "reach 10.77.0.1:29500" in err and "HFTUNE_JOIN_TIMEOUT_S=2 waits longer" in err
     code, out, err = finish(start(machines[1], "hftune.doctor", HFTUNE_JOIN_TIMEOUT_S="1"))[0]
     assert code == 1 and out == ""
-    assert err == (
-        f"hftune: Nothing answers at 10.77.0.1:29500 (Connection refused); this machine is machineB (10.77.0.2 on "
-        f"{machines[1].interface}). The machine with that address must be started with the same command and port; if none has "
-        "it, correct main_process_ip. Waited 1 s; HFTUNE_JOIN_TIMEOUT_S=2 waits longer.\n"
-    )
+    there = f"this machine is machineB (10.77.0.2 on {machines[1].interface})"
+    assert err.startswith(f"hftune: Nothing answers at 10.77.0.1:29500 (Connection refused); {there}.")
+    assert "correct main_process_ip. Waited 1 s; HFTUNE_JOIN_TIMEOUT_S=2 waits longer." in err
 
 
 def test_a_program_that_holds_the_port_is_not_waited_for(machines):
@@ -219,23 +214,21 @@ def test_a_program_that_holds_the_port_is_not_waited_for(machines):
         foreign.kill()
         foreign.wait()
     assert (code, other_code) == (1, 1)
-    assert err.splitlines()[-1] == (  # below torchrun's, that it does not need the rank
-        f"hftune: Port 29500 on this machine is taken by another program ({Path(sys.executable).name}, pid {foreign.pid}): it "
-        "accepts connections but does not answer as a launcher. Give all machines a different --main_process_port."
-    )
-    assert other_err.splitlines()[-1] == (
-        "hftune: Port 29500 on 10.77.0.1 is taken by another program: it accepts connections but does not answer as a launcher. Give all machines a different --main_process_port."
-    )
+    who = f"({Path(sys.executable).name}, pid {foreign.pid})"
+    for said, where in (
+        (err, f"on this machine is taken by another program {who}: "),
+        (other_err, "on 10.77.0.1 is taken by "),
+    ):
+        last = said.splitlines()[-1]  # below torchrun's, that it does not need the rank
+        assert last.startswith(f"hftune: Port 29500 {where}") and "a different --main_process_port" in last
 
 
 def test_machines_that_were_told_of_different_numbers_of_machines_are_told_so(machines):
     three = ("--num_machines", "3", "--num_processes", "3")
     jobs = [start(machines[0], "hftune.doctor"), start(machines[1], "hftune.doctor", launcher=three)]
-    expected = (
-        f"hftune: machineB (10.77.0.2 on {machines[1].interface}) was started for 3 machines, and machineA (10.77.0.1 on "
-        f"{machines[0].interface}) for 2. Start all with the same num_machines (--nnodes).\n"
-    )
-    assert [(code, err) for code, _, err in finish(*jobs)] == [(1, expected)] * 2
+    for code, _, err in finish(*jobs):
+        assert code == 1 and err.count("\n") == 1
+        assert re.match(r"hftune: machineB \(.*\) was started for 3 machines, and machineA \(.*\) for 2\. .*num_machines", err)
 
 
 def test_a_machine_with_other_code_and_another_recipe_is_named_before_the_data_are_read(machines, tmp_path):

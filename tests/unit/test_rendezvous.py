@@ -83,9 +83,9 @@ def test_a_name_that_never_resolves_ends_the_launcher_at_its_time_limit(name_ser
     name_server(float("inf"))
     with pytest.raises(SystemExit) as caught:
         FixedRendezvous("pod-0.job", 29500, 2, "job", 0.3, {}).next_rendezvous()
-    assert str(caught.value) == (
-        "hftune: 'pod-0.job' does not resolve to an address (Name or service not known). Set main_process_ip to the main "
-        "machine's IP address. Waited 0 s; HFTUNE_JOIN_TIMEOUT_S=1 waits longer."
+    said = str(caught.value)
+    assert (
+        said.startswith("hftune: 'pod-0.job' does not resolve to an address (Name") and "HFTUNE_JOIN_TIMEOUT_S=1 waits" in said
     )
 
 
@@ -114,9 +114,7 @@ def test_a_launcher_that_waits_with_another_backend_says_so_until_it_starts_a_pr
     handler.get_handler()
     time.sleep(0.12)
     said = capfd.readouterr().err.splitlines()
-    assert len(said) >= 1 and said[0] == (
-        "hftune: This launcher has started no process for 0 s: it is waiting for the other machines. Start them with the same number of machines, address and port. With --rdzv-backend hftune (accelerate: --rdzv_backend) it names the missing ones."
-    )
+    assert said[0].startswith("hftune: This launcher has started no process for 0 s") and "--rdzv-backend hftune" in said[0]
     launcher.append(1)
     time.sleep(0.1)
     capfd.readouterr()
