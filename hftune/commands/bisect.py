@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hftune.commands.arguments import add_trust_code, check_at_least_1, check_single, find_modules_here
-from hftune.errors import ConfigError, TrainingError
+from hftune.commands.arguments import add_trust_code, check_at_least_1, check_single
+from hftune.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,16 +30,9 @@ def run(options: argparse.Namespace) -> int:
     if options.first < 1:
         raise ConfigError(f"--from {options.first} must be at least 1.")
     check_single("hftune bisect")
-    if options.trust_code:
-        find_modules_here()
     from hftune.replay.key_search import search_for
 
-    try:
-        result = search_for(options, (lambda line: None) if options.json else print_now).run()
-    except (TrainingError, KeyboardInterrupt) as error:
-        from hftune.run import fail
-
-        return fail(error)
+    result = search_for(options, (lambda line: None) if options.json else print_now).run()
     if options.json:
         from hftune.tracking.jsonl import strict_json
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from hftune.commands.arguments import add_trust_code, check_at_least_1, check_single, find_modules_here
+from hftune.commands.arguments import add_trust_code, check_at_least_1, check_single
 from hftune.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -64,8 +64,6 @@ def check(options: argparse.Namespace) -> History:
     check_single("hftune bisect-step")
     if not options.tolerance >= 0:
         raise ConfigError(f"--tolerance {options.tolerance} must be 0 or more.")
-    if options.trust_code:
-        find_modules_here()
     from hftune.replay.history import History
 
     history = History.open(options.run_folder, trust_code=options.trust_code, data=options.data)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hftune import __version__
-from hftune.commands.arguments import add_trust_code, argv_of_one, check_at_least_1, find_modules_here
+from hftune.commands.arguments import add_trust_code, argv_of_one, check_at_least_1
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError
 
@@ -78,22 +78,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Replay. Exit code 1 if the steps are not those of the ledger. Under a launcher every process calls it."""
-    from hftune.run import fail, outlive_readers
+    job = job_of(options)
+    with reserved(job):
+        if options.processes is not None:
+            return on_processes(job, options)
+        announce(job)
+        from hftune.replay.outcome import replay  # imports torch: only once everything has been checked
 
-    outlive_readers()
-    if options.trust_code:
-        find_modules_here()
-    try:
-        job = job_of(options)
-        with reserved(job):
-            if options.processes is not None:
-                return on_processes(job, options)
-            announce(job)
-            from hftune.replay.outcome import replay  # imports torch: only once everything has been checked
-
-            is_equal = replay(job)
-    except (Exception, KeyboardInterrupt) as error:
-        return fail(error)
+        is_equal = replay(job)
     return 0 if is_equal or ProcessInfo.from_environment().world_size > 1 else 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hftune.commands.arguments import add_trust_code, find_modules_here
+from hftune.commands.arguments import add_trust_code
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError
 
@@ -42,19 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Verify. Exit code 1 if something is not as the receipt says. Under a launcher all processes call it, and the main one
     returns 1."""
-    from hftune.run import fail, outlive_readers
-
-    outlive_readers()
-    if options.trust_code:
-        find_modules_here()
-    try:
-        return print_checks(options)
-    except (Exception, KeyboardInterrupt) as error:
-        return fail(error)
-
-
-def print_checks(options: argparse.Namespace) -> int:
-    """Check and compute what was asked for, print what was found on the main process, and return the exit code. Collective."""
     from hftune.replay.history import History
     from hftune.replay.receipt import read_receipt
     from hftune.replay.verify import verify
