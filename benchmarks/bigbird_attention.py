@@ -93,7 +93,7 @@ def compare(part: str, tokens: int, options: argparse.Namespace) -> tuple[dict, 
     medians = {name: [median(run[field] for run in runs) for field in FIELDS] for name, runs in results.items()}
     seconds, cpu_seconds, peak = next(iter(medians.values()))
     rows = [
-        (name, f"{s:.2f}", f"{cpu:.2f}", f"{mib:.0f}", f"{seconds / s:.2f}", f"{cpu_seconds / cpu:.2f}", f"{mib / peak:.2f}")
+        (name, f"{s:.3f}", f"{cpu:.3f}", f"{mib:.0f}", f"{seconds / s:.2f}", f"{cpu_seconds / cpu:.2f}", f"{mib / peak:.2f}")
         for name, (s, cpu, mib) in medians.items()
     ]
     layers = "one layer" if part == "layer" else f"{options.layers} layers"

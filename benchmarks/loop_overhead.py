@@ -7,8 +7,8 @@ metrics.jsonl every 10 steps. Checkpoints are written once an epoch, which media
 bare: the same plan, dataset and collate through a plain DataLoader, then forward, sum of the losses over the items, backward,
 ``clip_grad_norm_``, fused AdamW. Both read data within their step, and each has its own copy of a tiny BERT.
 
-They take turns step by step: hftune's console calls the bare loop after each step, and the clock changes hands. So a
-difference is between neighbours in time. Steps that log are rare and slow; the last line weights both kinds as they occur.
+They take turns step by step: a callback lets the bare loop take a step after each of hftune's, and the clock changes hands. So
+a difference is between neighbours in time. Steps that log are rare and slow; the last line weights both kinds as they occur.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from bert_on_reviews import add_model_options, quiet, recipe_of, review_task
@@ -31,11 +30,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from hftune import Recipe, train
+from hftune import Callback, Recipe, train
 from hftune.batch_plan import BatchPlan
 from hftune.build import build_model, load_datasets, plan_batches
+from hftune.callbacks import Step
 from hftune.optim import build_optimizer
-from hftune.tracking.console import Console
 
 WARMUP_STEPS = 5
 GOAL_MS = 2.0
@@ -69,32 +68,22 @@ def parse() -> argparse.Namespace:
 def race(recipe: Recipe) -> tuple[list[float], list[float]]:
     """Train with both loops at once; return each one's milliseconds, step by step."""
     data = load_datasets(recipe)["train"]
-    bare, consoles = bare_loop(recipe, build_model(recipe), data, plan_batches(recipe, data)), []
-
-    def make_console(*arguments: Any) -> TurnTaking:
-        consoles.append(TurnTaking(bare, *arguments))
-        return consoles[-1]
-
-    with (
-        Path(recipe.output_dir, "stdout").open("w") as file,
-        redirect_stdout(file),
-        patch("hftune.opening.Console", make_console),
-    ):
-        train(recipe)
-    (console,) = consoles
-    return console.bare_ms[WARMUP_STEPS:], console.hftune_ms[WARMUP_STEPS:]
+    turns = TurnTaking(bare_loop(recipe, build_model(recipe), data, plan_batches(recipe, data)))
+    with Path(recipe.output_dir, "stdout").open("w") as file, redirect_stdout(file):
+        train(recipe, callbacks=[turns])
+    return turns.bare_ms[WARMUP_STEPS:], turns.hftune_ms[WARMUP_STEPS:]
 
 
-class TurnTaking(Console):
-    """hftune's console that lets the bare loop do one step after each of hftune's, and times both."""
+class TurnTaking(Callback):
+    """Lets the bare loop take one step after each of hftune's, and times both. It is called after hftune's own callbacks."""
 
-    def __init__(self, bare: Iterator[None], *arguments: Any):
-        super().__init__(*arguments)
+    must_not_fail = True
+
+    def __init__(self, bare: Iterator[None]):
         self.bare, self.bare_ms, self.hftune_ms = bare, [], []
         self.began = time.perf_counter()
 
-    def advance(self, *arguments: Any) -> None:
-        super().advance(*arguments)
+    def on_step(self, step: Step) -> None:
         handed_over = time.perf_counter()
         next(self.bare)
         handed_back = time.perf_counter()

@@ -201,9 +201,8 @@ def test_a_label_that_the_training_split_lacks_is_refused(tmp_path):
     ],
 )
 def test_keys_that_contradict_each_other_are_refused_before_anything_is_loaded(words, said):
-    recipe = Recipe.load("text_classification", "task.dataset=hftune.data.demo:tickets", *words)
     with pytest.raises(ConfigError) as caught:
-        recipe.validate()
+        Recipe.load("text_classification", "task.dataset=hftune.data.demo:tickets", *words).validate()
     assert said in str(caught.value)
 
 
