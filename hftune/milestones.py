@@ -203,7 +203,7 @@ def keep(run: Run, evaluation: Evaluation) -> None:
 def evaluation_done(run: Run, evaluation: Evaluation) -> EvaluationDone:
     """Return what callbacks hear of an evaluation of the eval split."""
     task, state = run.recipe.task, run.state
-    rows = ask(task, "describe", evaluation.rows, evaluation.rows)
+    rows = ask(task, "describe", evaluation.rows, evaluation.rows) if run.strategy.is_main else []
     samples = [{name: row[name] for name in task.sample_fields} for row in rows[: run.recipe.eval.show_samples]]
     return EvaluationDone(
         step=state.step,

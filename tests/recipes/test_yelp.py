@@ -67,6 +67,7 @@ def test_demo_says_in_its_first_lines_what_runs_and_in_its_last_ones_what_came_o
         ["runs on", "2 processes, cpu, float32"],
         ["output", str(run.folder)],
     ]
+    assert not [line for line in lines if line.startswith("warning")]
     evaluations = [line for line in lines if "  eval  " in line]
     assert len(evaluations) == 2 and all(line.endswith("  best so far") for line in evaluations)
     assert [line.split()[0] for line in lines[-11:] if line.strip()] == [
