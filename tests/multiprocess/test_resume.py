@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -599,11 +600,24 @@ class Forked(Group):
     def __init__(self, folder, count):
         recipe, *words = kill.RECIPE
         job = [recipe.removeprefix("recipe="), [*words, f"output_dir={folder}"], None, {}]
-        super().__init__(count, [job], folder.parent / f"{folder.name}.log")
+        self.log = folder.parent / f"{folder.name}.log"
+        self.starts = self.said()
+        super().__init__(count, [job], self.log)
         Forked.last = self
+
+    def said(self):
+        """Count the starts of training in the log, which all launches of a run share."""
+        return self.log.read_text().count("  runs on  ") if self.log.exists() else 0
 
     def wait(self):
         return max(map(abs, super().wait()))
+
+
+def after_joining(moment, process, folder, kind, draw):
+    """Wait for the moment to kill one process until all have joined: before that, only a launcher would end the others."""
+    while kind == "one process" and process.poll() is None and process.said() == process.starts:
+        time.sleep(0.01)
+    return moment(process, folder, kind, draw)
 
 
 def test_ten_seeded_kills_leave_no_trace(monkeypatch, capsys, tmp_path):
@@ -612,6 +626,7 @@ def test_ten_seeded_kills_leave_no_trace(monkeypatch, capsys, tmp_path):
     A step has two micro-batches here, not four: a run then takes half the time, and is killed as often.
     """
     monkeypatch.setattr(kill, "start", Forked)
+    monkeypatch.setattr(kill, "wait_for_moment", partial(after_joining, kill.wait_for_moment))
     monkeypatch.setattr(kill, "processes_of", lambda pid: set(Forked.last.pids))
     monkeypatch.setattr(kill, "RECIPE", (*kill.RECIPE, "train.micro_batch_size=8"))
     words = ["5", "--kills", "2", "--seed", "7", "--output", str(tmp_path / "kill.json")]

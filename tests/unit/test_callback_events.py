@@ -176,9 +176,9 @@ def test_values_have_a_section_of_their_own():
 @pytest.mark.parametrize(
     ("named", "said"),
     [
-        ("tests.unit.test_callbacks.Missing", "has no attribute 'Missing'"),
-        ("tests.unit.test_callbacks.Run", "is not a subclass of hftune.Callback"),
-        ({"type": "tests.unit.test_callbacks.Meddler", "every": 3}, r"cannot be made from \{'every': 3\}"),
+        ("tests.unit.test_callback_events.Missing", "has no attribute 'Missing'"),
+        ("tests.unit.test_callback_events.Run", "is not a subclass of hftune.Callback"),
+        ({"type": "tests.unit.test_callback_events.Meddler", "every": 3}, r"cannot be made from \{'every': 3\}"),
     ],
 )
 def test_names_that_lead_to_no_callback_are_refused(named, said):
