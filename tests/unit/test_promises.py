@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MOST_WITHOUT_A_TEST = 18
+MAX_WITHOUT_A_TEST = 15
 LINES = (ROOT / "tests" / "PROMISES.md").read_text(encoding="utf-8").splitlines()
 CELLS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES if line.startswith("|")]
 ROWS = [row for row in CELLS if row[0] != "promise" and set("".join(row)) != {"-"}]
@@ -45,4 +45,4 @@ def test_no_promise_is_made_twice():
 
 def test_no_more_promises_are_without_a_test():
     without = [row[0] for row in ROWS if row[2] == "none"]
-    assert len(without) <= MOST_WITHOUT_A_TEST, f"write a test for each new promise; these have none: {without}"
+    assert len(without) <= MAX_WITHOUT_A_TEST, f"write a test for each new promise; these have none: {without}"
