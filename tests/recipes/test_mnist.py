@@ -39,6 +39,12 @@ def test_loading_in_workers_changes_nothing(runs):
     assert runs["workers"].logged("train/loss") == runs["digits"].logged("train/loss")
 
 
+def test_evaluation_counts_every_digit_once_in_the_order_of_the_data(runs):
+    run = runs["digits"]
+    assert sum(map(sum, run.result["metrics"]["confusion_matrix"])) == 101 == len(run.predictions)
+    assert [row["label"] for row in run.predictions] == [str(row["label"]) for row in digits("eval", 101)]
+
+
 def test_augmentation_moves_training_images_and_no_others(runs):
     moved, unmoved = runs["moved"], runs["unmoved"]
     assert moved.logged("train/loss") != pytest.approx(unmoved.logged("train/loss"), rel=1e-4)
