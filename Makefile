@@ -62,6 +62,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 # The site, in site/; open site/index.html. Neither building nor reading it needs a network.
 docs: $(VENV)/.installed-docs
 	$(BIN)/python -m hftune.config.reference > docs/configuration.md
+	$(BIN)/python -m hftune.config.schema > recipes/hftune.schema.json
 	$(BIN)/zensical build --config-file mkdocs.yml --strict --clean
 
 $(VENV)/.installed-docs: $(VENV)/.installed

@@ -85,26 +85,27 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     follow_launcher()
     print_any_character()
+    is_long = False
     try:
         try:
             if completion.ASKED in os.environ:
                 return completion.answer(COMMANDS, parser_of)
             options = parse(argv)
-            if options.command in LONG:
+            if is_long := options.command in LONG:
                 outlive_readers()
             if getattr(options, "trust_code", hasattr(options, "words")):
                 find_modules_here()
             return options.run(options)
         finally:  # --help exits from parse
             sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more when it exits
-        return CLOSED
-    except PermissionError as error:
-        print(f"hftune: {error.filename} cannot be opened: {error.strerror}.", file=sys.stderr)
-        return 2
     except (Exception, KeyboardInterrupt) as error:
-        return fail(error)
+        if isinstance(error, BrokenPipeError) and not is_long:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more when it exits
+            return CLOSED
+        if isinstance(error, PermissionError) and error.filename and not is_long:
+            print(f"hftune: {error.filename} cannot be opened: {error.strerror}.", file=sys.stderr)
+            return 2
+        return fail(error)  # of a long command, what fails is not its reader, and a process may have been named
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -155,6 +156,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
         "(see python -m hftune.run --help).",
     )
     root.add_argument("--version", action="version", version=f"hftune {__version__}")
+    root.set_defaults(refuse=root.error)  # of an option before the command; each command has its own
     commands = root.add_subparsers(required=True, metavar="COMMAND")
     for name, purpose in COMMANDS.items():
         summary, description = purpose.partition(". ")[0], f"{purpose[0].upper()}{purpose[1:]}"

@@ -75,6 +75,8 @@ def take_step(run: Run, batch: StepBatch) -> None:
     if is_logged:
         log_mean_loss(run, values)
     if report.asks.interrupt:
+        if run.wishes.values:
+            log(run, {})
         interrupt(run)
     finish_step(run, values, report.asks.checkpoint)
 
@@ -157,7 +159,7 @@ def grant(run: Run, asks: Asks) -> None:
     """Take over what processes have asked for. Collective if one asks to end the training."""
     state = run.state
     state.evaluation_is_asked |= asks.evaluation
-    if asks.end:
+    if asks.end and state.step < run.num_steps:  # else it ends by itself, and may be prolonged
         reasons = [run.wishes.pending["stop"]] if "stop" in run.wishes.pending else []
         state.ended_by = run.strategy.broadcast((run.strategy.gather_to_main(reasons) or [None])[0])
     run.wishes.pending.clear()

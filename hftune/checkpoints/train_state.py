@@ -36,7 +36,7 @@ class TrainState:
     pending: dict[str, str] = field(default_factory=dict)
     """What callbacks of the main process have asked for, and the next step is to tell all processes; see ``Wishes``."""
     evaluation_is_asked: bool = False
-    """Whether a callback has asked for an evaluation that has not been made yet."""
+    """Whether a callback or the clock has asked for an evaluation that has not been made yet."""
     ended_by: str | None = None
     """Why a callback has ended the training before its last step."""
 

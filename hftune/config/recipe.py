@@ -515,7 +515,10 @@ class _Schema:
     def leaves(self, raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
         """Yield (dotted key, value) down to the typed fields, and inside mappings with free keys such as task.data_files."""
         for name, value in raw.items():
-            full = f"{prefix}{convert(name, str)}"
+            try:
+                full = f"{prefix}{convert(name, str)}"
+            except WrongType:
+                raise ConfigError(f"{prefix}{format_value(name)}: a key is a text. Quote it.") from None
             is_section = full in self.types or full in self.mappings
             if isinstance(value, dict) and (is_section or not (prefix or name in self.keys[""])):  # misspelled ones, too
                 yield from self.leaves(value, f"{full}.")

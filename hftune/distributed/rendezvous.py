@@ -12,17 +12,13 @@ import uuid
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from hftune.distributed.process_info import ProcessInfo
 
-if TYPE_CHECKING:
-    pass
-
-REMINDER_S = 15.0
 JOIN = timedelta(hours=1)
 """For all processes to come: one machine may still be downloading what another one has."""
 CONNECT = timedelta(seconds=10)
@@ -66,7 +62,9 @@ def await_all(store: Any, rank: int, num_processes: int, timeout: timedelta) -> 
 
 
 def agree(store: Any, rank: int, num_processes: int, timeout: timedelta) -> Any:
-    """Return a store that all processes of this attempt share, and no earlier attempt. Waits for all of them.
+    """Return a store that all processes of this attempt share, and no earlier attempt.
+
+    Process 0 waits for all others, each other one until process 0 has heard it.
 
     Raises:
         DistStoreError: the other processes did not arrive in time.

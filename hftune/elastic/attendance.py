@@ -1,6 +1,6 @@
 """How an agent takes part in an elastic job: it gives signs of life, notices who is silent or cut off, advances the document.
 
-Independent of torchrun and of what the rounds are for: elastic_rendezvous.py.
+Independent of torchrun and of what the rounds are for: rendezvous.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """How the machines of an elastic job meet, again and again, as torchrun's agent sees it. Independent of training.
 
-torchrun and accelerate launch find this as the rendezvous backend "hftune" if the number of machines is a range: ``--nnodes
-1:4``, or ``--num_machines 4 --rdzv_conf min_machines=1``. Who is in the job is decided in membership.py; here an agent attends:
-it gives a sign of life, watches the others, opens or connects to the store of each round, and tells its processes.
+torchrun and accelerate launch use this behind the rendezvous backend "hftune" (handler.py) if the number of machines is a
+range: ``--nnodes 1:4``, or ``--num_machines 4 --rdzv_conf min_machines=1``. Who is in the job is decided in membership.py;
+here an agent attends: it gives a sign of life, watches the others, opens or connects to the store of each round, and tells its
+processes.
 
 torch's own backend c10d loses the job with rank 0 or with the machine of the store, and lets newcomers and survivors wait for
 each other without end (torch 2.13: the address of the store is told in the first round only).

@@ -1,9 +1,9 @@
 """How the machines of a job meet, before any process is started or GPU held. Independent of training.
 
-torchrun and accelerate launch find this as the rendezvous backend "hftune" (``rdzv_backend: hftune``) on every machine. It is
-their static backend except for the waiting, which names who is there, who is missing and why, and ends with a message.
-The machine whose address is the job's address (``main_process_ip``) is the main one, so the same command works on all.
-Source: torch.distributed.elastic.rendezvous, "torchrun.handlers" entry points.
+torchrun and accelerate launch use this behind the rendezvous backend "hftune" (elastic/handler.py), if the number of machines
+is fixed. It is their static backend except for the waiting, which names who is there, who is missing and why, and ends with a
+message. The machine whose address is the job's address (``main_process_ip``) is the main one, so the same command works on
+all.
 """
 
 from __future__ import annotations

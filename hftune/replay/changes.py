@@ -113,7 +113,7 @@ class DataFiles:
         if (count := len(self._lines)) != (other := len(bad_lines)):
             raise ConfigError(
                 f"{good} has {count:,} lines and {bad} has {other:,}. Then no step has the samples it had, so no line can be "
-                "blamed. Try whole files: --candidates a.jsonl,b.jsonl --set task.data_files.train={}"
+                "blamed."
             )
         pairs = enumerate(zip(self._lines, bad_lines, strict=True), start=1)
         self.changes = [LineChange(number, one, other) for number, (one, other) in pairs if one != other]

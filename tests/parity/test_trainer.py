@@ -22,19 +22,19 @@ OVERRIDES = (
 
 
 @pytest.mark.parametrize(
-    ("recipe", "word"),
+    ("recipe", "word", "spread"),
     [
-        *(("yelp_demo", f"train.schedule={schedule}") for schedule in ("linear", "cosine")),
+        *(("yelp_demo", f"train.schedule={schedule}", 0.05) for schedule in ("linear", "cosine")),
         *(
-            (f"{problem}_demo", "train.schedule=linear")
+            (f"{problem}_demo", "train.schedule=linear", 0.005)
             for problem in ("multi_label", "regression", "pairs", "token_classification")
         ),
     ],
 )
-def test_twenty_steps_equal_those_of_trainer(tmp_path, recipe, word):
+def test_twenty_steps_equal_those_of_trainer(tmp_path, recipe, word, spread):
     recipe = Recipe.load(recipe, *OVERRIDES, word, f"output_dir={tmp_path}/ours")
     ours = Run(train(recipe).output_dir).logged("train/loss")
 
     theirs = losses_of_trainer(recipe, tmp_path / "theirs", planned_batches(recipe, load_datasets(recipe)["train"]))
-    assert len(ours) == 20 and torch.tensor(ours).std() > 0.005
+    assert len(ours) == 20 and torch.tensor(ours).std() > spread
     assert ours == pytest.approx(theirs, rel=1e-5)

@@ -171,12 +171,14 @@ class Group:
             variables |= group_variables(world_size, self.store.port)
         while Group.running:
             Group.running[0].kill()
+        self._forks: list[Fork] = []
         Group.running.append(self)
         # Once a process has failed, the others end by themselves; or, as typed, a launcher would end them.
         self._last_words_s = 1.0 if as_typed else 10.0
         words = ["-m", "tests.support.worker", json.dumps({"jobs": jobs, "as_typed": as_typed})]
         ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {} for rank in range(world_size)]
-        self._forks = [Fork(python, words, environment(**variables, **rank), log, errors or log) for rank in ranks]
+        for rank in ranks:
+            self._forks.append(Fork(python, words, environment(**variables, **rank), log, errors or log))
 
     @property
     def pids(self) -> list[int]:

@@ -1,7 +1,7 @@
 """A ``python`` that has imported everything: what launchers start costs some hundredths of a second, not seconds.
 
 ``python()`` is the path of a small program to be started in the place of sys.executable. It hands its arguments, environment,
-folder and streams to a server, which is a fork of tests/support/worker.py and has imported everything; a fork of the server
+folder and streams to a server, which is tests/support/worker.py and has imported everything; a fork of the server
 then is the interpreter, in the network namespace and under the host name of the one who asked. The small program passes
 signals on and ends as the interpreter does; where it is killed itself, the interpreter is killed, too. ``Fork`` asks the server
 without that program, for processes of which a test itself is the launcher.

@@ -31,7 +31,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from hftune import Interrupted, Recipe, run, train
 from hftune.data import rows as data_rows
-from hftune.distributed import consistency, devices, garbage
+from hftune.distributed import consistency, garbage
 from hftune.strategies.base import Strategy
 from hftune.strategies.fully_sharded import ShardedWeights
 from tests.support.tasks import few_digits, few_pictures, few_reviews
@@ -111,7 +111,7 @@ def main(folder: Path) -> None:
 def hasten() -> None:
     """Spare each of many hundred processes what takes a tenth of a second and changes no result.
 
-    These are measuring how fast the CPU multiplies, which is shown, counting the objects that this interpreter has frozen,
+    These are counting the objects that this interpreter has frozen,
     generating a demo's data, of which most runs use a few rows, and what libraries that were imported here do at the end of a
     process: taking operators back, writing a table into a log that nobody keeps, removing the temporary folders of this one.
     """
@@ -122,7 +122,6 @@ def hasten() -> None:
         return (once if name.startswith("hftune.data.demo") else original)(name, split)
 
     data_rows._from_function = from_function
-    devices.MEASURED_S = 0.001
     atexit.unregister(dump_compile_times)
     if "wandb" in sys.modules:
         from wandb.sdk.artifacts.artifact import Artifact

@@ -31,7 +31,7 @@ for event in EVENTS:
 
 
 class Meddler(Callback):
-    """Draws random numbers, looks at the gradient and logs it; asks for an evaluation after step 1, and to stop after step 3."""
+    """Draws random numbers, looks at the gradient and logs it; asks for an evaluation after step 1."""
 
     def on_begin(self, begin):
         self.parameters = dict(begin.model.named_parameters())
