@@ -172,7 +172,7 @@ def _check_row(row: Mapping[str, Any], row_name: str, min_side: int | None) -> t
     check_sizes(sizes, {name: with_file(stored, row_name) for name, stored in row.items()})
     image_name, (height, width) = with_file(row["image"], row_name), sizes["image"]
     if min(height, width) < MIN_SIDE:
-        raise DataError(f"{image_name} is {width} x {height} pixels. Each side must have at min_side {MIN_SIDE}.")
+        raise DataError(f"{image_name} is {width} x {height} pixels. Each side must have at least {MIN_SIDE}.")
     if min_side is not None and min(height, width) < min_side:
         raise DataError(
             f"{image_name} is {width} x {height} pixels, smaller than task.crop={min_side}. Lower it, or remove such images."

@@ -187,7 +187,7 @@ def names_eval_data(task: Any) -> bool:
     """Return whether the keys of a task name evaluation data; one that has no such keys is taken to have some."""
     if files := getattr(task, "data_files", None):
         return "eval" in files
-    return getattr(task, "eval_split", "") is not None or ":" in task.dataset
+    return getattr(task, "eval_split", "") is not None or ":" in (getattr(task, "dataset", None) or "")
 
 
 MIXTURE_KEYS = ("dataset", "dataset_config", "dataset_revision", "data_files", "split", "columns", "weight")

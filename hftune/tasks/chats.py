@@ -539,7 +539,7 @@ def chat_of(
     """Return the checked messages of a row and its tools, or raise ChatError.
 
     Args:
-        columns: see ``Chats.columns``.
+        columns: see ``Chats.find_columns``.
         completion_only: see ``messages_of``.
     """
     from hftune.data.chats import messages_of, tools_of

@@ -117,7 +117,7 @@ class DatasetTask(Task):
         if self.evaluates:
             is_held_out = held_out_key(self) is not None or self.eval_split is None
             splits["eval"] = self.train_split if is_held_out else str(self.eval_split)
-        if "test" in self.data_files if self.data_files else self.test_split is not None:
+        if "test" in self.data_files if self.data_files else None not in (self.test_split, self.dataset):
             splits["test"] = self.test_split or ""
         return splits
 

@@ -215,3 +215,13 @@ def test_without_evaluation_no_eval_split_is_loaded(tmp_path):
     recipe = Recipe.load("yelp_demo", f"task.data_files.train={one_file(tmp_path)}", *words)
     assert recipe.task.evaluates is False and [*recipe.task.datasets()] == ["train"]
     assert not recipe.eval.falls_on(10, 10, 5)
+
+
+def test_a_recipe_without_data_is_told_so_even_if_it_names_no_eval_split():
+    problems = SequenceClassification(eval_split=None).validate()
+    assert any(problem.startswith("Name your data: ") for problem in problems)
+
+
+def test_a_mixture_has_no_test_split_of_its_own():
+    mixed = LanguageModeling(datasets_=[{"dataset": "hftune.data.demo:paragraphs"}], eval_share=0.1, tokenizer="words")
+    assert mixed.source_splits == {"train": "train", "eval": "train"}
