@@ -100,7 +100,7 @@ def _digit(digit: int, rng: Rng) -> Image.Image:
     for stroke in strokes:
         points = np.array(stroke) - 0.5 + rng.normal(0, 0.015, size=(len(stroke), 2)) + rng.normal(0, 0.02, size=2)
         path = [tuple(point) for point in (points @ turn.T + middle) * scale]
-        pen.line(path, fill=255, width=thickness, joint="curve")
+        pen.line(path, fill=255, width=thickness)
         for x, y in (path[0], path[-1]):  # round ends
             pen.ellipse((x - thickness / 2, y - thickness / 2, x + thickness / 2, y + thickness / 2), fill=255)
     ink = np.asarray(canvas.reduce(scale), dtype=np.float32) * rng.uniform(0.6, 1.0)
