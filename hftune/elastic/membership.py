@@ -64,8 +64,8 @@ class Machine:
     """Its processes have trained to the end."""
     connected: int = 0
     """The newest attempt whose store it has reached."""
-    state: State = State()
-    """When it was last ready for a round."""
+    state: State | None = None
+    """Said before each round. None: not since the last one began, or not since a machine left, which may have sent a copy."""
 
     def __str__(self) -> str:
         return f"{self.host} ({self.address})"
@@ -108,7 +108,8 @@ class Membership:
         """Read the document."""
         values = json.loads(text)
         machines = {
-            name: Machine(**{**value, "state": State(**value["state"])}) for name, value in values.pop("machines").items()
+            name: Machine(**{**value, "state": None if value["state"] is None else State(**value["state"])})
+            for name, value in values.pop("machines").items()
         }
         over = None if (told := values.pop("over")) is None else Over(**told)
         store = None if (place := values.pop("store")) is None else (place[0], place[1])
@@ -133,11 +134,11 @@ class Membership:
         rank = {name: index for index, name in enumerate(self.members)}
         ready = [one for one in self.machines.values() if one.is_ready and not one.is_leaving]
         ready.sort(key=lambda one: (rank.get(one.id, len(rank)), one.arrival))
-        holders = [one for one in ready if one.state.step and (self.run or not self.starts_over)]
-        run = self.run or next((one.state.run for one in holders), "")
-        found = [one for one in holders if one.state.run == run]
-        newest = max(found, key=lambda one: (one.state.starts, one.state.step), default=None)
-        return sorted(ready, key=lambda one: one is not newest)
+        holders = [(one, one.state) for one in ready if one.state and one.state.step and (self.run or not self.starts_over)]
+        run = self.run or next((state.run for _, state in holders), "")
+        found = {one.id: (state.starts, state.step) for one, state in holders if state.run == run}
+        newest = max(found, key=found.__getitem__, default=None)
+        return sorted(ready, key=lambda one: one.id != newest)
 
     @property
     def first(self) -> Machine | None:
@@ -169,8 +170,8 @@ class View:
     """Ids of machines that say that they do not reach the first machine of the round, or, for that one, any."""
     lets_in: bool = False
     """It is time to let newcomers in."""
-    state: State = State()
-    """What its output folder held when it became ready."""
+    state: State | None = None
+    """What its output folder holds, if it has looked, as it does when the document has none of it."""
     run: str = ""
     """Of the first machine of a round: the run that it trains, once there are copies of it."""
     last_call_is_over: bool = False
@@ -207,6 +208,8 @@ def advance(membership: Membership, view: View) -> Membership:
 def _place(now: Membership, view: View) -> None:
     """Write down what this agent wants."""
     me = now.machines.get(view.me.id)
+    if view.run and now.members[:1] == [view.me.id]:
+        now.run = view.run
     if view.has_left is not None:
         if me is not None:
             _remove(now, me.id, view.has_left or f"{me} has left")
@@ -217,8 +220,6 @@ def _place(now: Membership, view: View) -> None:
         me = now.machines[view.me.id] = replace(view.me, arrival=now.num_arrivals)
         now.num_arrivals += 1
     is_member = me.id in now.members
-    if now.phase is Phase.RUNNING and view.run and now.members[:1] == [me.id]:
-        now.run = view.run
     me.is_done, me.connected = view.is_done, max(me.connected, view.connected)
     if view.is_leaving and not me.is_leaving:
         me.is_leaving = True
@@ -230,12 +231,14 @@ def _place(now: Membership, view: View) -> None:
         if now.phase is Phase.RUNNING and is_member and view.ready_after >= now.round:
             _over(now, f"A process of {me} failed", is_planned=False)
         if now.phase is not Phase.RUNNING or not is_member:
-            me.is_ready, me.state = True, view.state
+            me.is_ready, me.state = True, view.state or me.state
 
 
 def _remove(now: Membership, name: str, reason: str) -> None:
     """Take a machine out of the job."""
     gone = now.machines.pop(name)
+    for one in now.machines.values():
+        one.state = None  # on a disk of its own, or on the common one, it may hold what this machine has done last
     if name in now.members:
         if not gone.is_done and not gone.is_leaving:  # else it is over already
             _over(now, reason, is_planned=False)
@@ -290,9 +293,9 @@ def _choose(now: Membership, view: View) -> None:
     candidates = [one for one in now.candidates if is_alone or one.id not in view.cut]
     is_finishing = any(one.is_done for one in now.here(now.members))
     enough = len(candidates) >= (1 if is_finishing else now.least)
-    if now.awaited or not candidates or not enough:
+    if now.awaited or not candidates or not enough or any(one.state is None for one in candidates):
         return
-    now.conflict = _conflict(now, candidates)
+    now.conflict = _conflict(now, [(one, one.state) for one in candidates if one.state is not None])
     if now.conflict:
         return
     if now.round >= 0 or len(candidates) >= now.most or view.last_call_is_over:
@@ -300,19 +303,20 @@ def _choose(now: Membership, view: View) -> None:
         now.chosen = [one.id for one in candidates[: now.most]]
 
 
-def _conflict(now: Membership, candidates: list[Machine]) -> str:
+def _conflict(now: Membership, candidates: list[tuple[Machine, State]]) -> str:
     """Say why training cannot go on from the output folders of these machines; empty if it can."""
-    first, holders = candidates[0], [one for one in candidates if one.state.step]
+    (first, state), holders = candidates[0], [(one, found) for one, found in candidates if found.step]
     if now.starts_over:
         return ""
-    if now.run and first.state.step and first.state.run != now.run:
+    if now.run and state.step and state.run != now.run:
         return (
             f"output_dir on {first.host}, which is now the main machine, holds the checkpoints of another run. Remove that "
             "folder there, or take the machine out of the job."
         )
-    if now.run or len({one.state.run for one in holders}) < 2 or min(candidates, key=lambda one: one.arrival).state.step:
+    is_known = now.run or min(candidates, key=lambda pair: pair[0].arrival)[1].step
+    if is_known or len({found.run for _, found in holders}) < 2:
         return ""
-    listed = ", ".join(f"{one.host} (step {one.state.step})" for one in holders)
+    listed = ", ".join(f"{one.host} (step {found.step})" for one, found in holders)
     return (
         f"The machines hold checkpoints of different runs in output_dir: {listed}. Remove those that are not to be resumed, "
         "set output_dir=... to a new folder, or start over with resume=never."
@@ -327,7 +331,7 @@ def _meet(now: Membership, view: View) -> None:
     if now.store is not None and not missing:
         now.phase, now.round, now.members, now.chosen = Phase.RUNNING, now.round + 1, now.chosen, []
         for one in now.here(now.members):
-            one.is_ready = False
+            one.is_ready, one.state = False, None
     elif view.late >= now.attempt:
         first = now.machines[now.chosen[0]]
         others = len(now.chosen) - 1

@@ -69,6 +69,7 @@ def attend(params: RendezvousParameters) -> tuple[Attendance, str, bool]:
         attendance.copies = Copies(folder, recipe.checkpoint.copies, recipe.resume, attendance.is_here)
         attendance.starts_over = recipe.resume != "auto"
         attendance.on_connection, attendance.run = attendance.copies.accept, attendance.copies.run
+        attendance.state = attendance.copies.state
     return attendance, where, is_host
 
 

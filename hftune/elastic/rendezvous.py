@@ -36,7 +36,7 @@ from hftune.distributed.failure_report import STOPPED
 from hftune.distributed.network import hang_up
 from hftune.distributed.signals import STARTED_BY
 from hftune.elastic.attendance import BEAT_S, CONNECT_S, LEAVE_S, PLACE_S, Attendance
-from hftune.elastic.membership import Machine, Membership, Phase, State
+from hftune.elastic.membership import Machine, Membership, Phase
 from hftune.elastic.parameters import attend, refuse, words_of_launcher
 from hftune.elastic.places import connect
 from hftune.launchers.rendezvous import JOIN_TIMEOUT, REMINDER_S, allow_open_files, say
@@ -161,8 +161,7 @@ class ElasticRendezvous(RendezvousHandler):
     def _meet(self) -> None:
         """Take part until a round has begun with this machine."""
         attendance, began, reminder_s, tried = self.attendance, time.monotonic(), REMINDER_S / 3, 0
-        state = State() if attendance.copies is None else attendance.copies.state()
-        attendance.say(ready_after=self.round, state=state)
+        attendance.say(ready_after=self.round)
         while True:
             attendance.wait(BEAT_S / 10)
             self._check_place()

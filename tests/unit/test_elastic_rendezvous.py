@@ -25,7 +25,7 @@ from hftune.distributed import rounds
 from hftune.elastic import attendance, parameters, rendezvous
 from hftune.elastic.attendance import Attendance, Times
 from hftune.elastic.handler import create_handler, range_problem
-from hftune.elastic.membership import Machine, Membership, Phase
+from hftune.elastic.membership import Machine, Membership, Phase, State
 from hftune.elastic.places import FolderPlace, StorePlace
 from hftune.elastic.places import connect as connect_to
 from hftune.elastic.rendezvous import ElasticRendezvous
@@ -134,6 +134,27 @@ def test_rounds_with_a_loss_a_newcomer_and_an_end(start, capsys):
     assert first.attendance.membership.phase is Phase.ENDED and first.num_nodes_waiting() == 0
     said = capsys.readouterr().err
     assert "hftune: Round 0: 2 machines, " in said and "hftune: Round 1: 1 machine, " in said and "Lost " in said
+
+
+def test_a_copy_that_arrives_while_machines_wait_for_the_one_that_leaves_counts(start):
+    first, second, third = (start(most=3) for _ in range(3))
+    held = {agent: State() for agent in (first, second, third)}
+    for agent in held:
+        agent.attendance.state = lambda agent=agent: held[agent]
+    meet(*held)
+    leaves, *others = sorted(held, key=lambda agent: agent.machine_rank)
+    held[leaves] = State("run", 1, 10)
+    leaves.attendance.say(is_leaving=True)
+    with ThreadPoolExecutor() as pool:
+        meets = [pool.submit(meet, agent) for agent in others]
+        until(lambda: all(one.is_ready and one.state for one in others[0].attendance.membership.here(ids(others))))
+        held[others[1]] = held[leaves]  # the one that came last
+        leaves.shutdown()
+        assert [each.result() for each in meets] == [[[1, 2]], [[0, 2]]]
+
+
+def ids(agents: list[ElasticRendezvous]) -> list[str]:
+    return [agent.attendance.me.id for agent in agents]
 
 
 def test_who_does_not_fit_is_refused_and_the_others_go_on(start, capsys):

@@ -59,7 +59,7 @@ class Agent:
 
     def __init__(self, world: World, name: str):
         self.world, self.is_running, self.is_cut = world, True, False
-        self.view = View(Machine(name, name, f"10.0.0.{name}"), ready_after=-1)
+        self.view = View(Machine(name, name, f"10.0.0.{name}"), ready_after=-1, state=State())
         self.round, self.count, self.since = -1, 0, {}
         self.offset = world.random.uniform(-1e6, 1e6)  # of its clock
         self.silence, self.looked_at = Silence(1.0), self.clock
@@ -289,10 +289,44 @@ A, OTHER = State("run", starts=1, step=10), State("other", starts=9, step=90)
     ],
 )
 def test_the_machine_with_the_newest_state_of_the_run_becomes_the_first(run, states, first):
-    own = states["a"]
     membership = ready(run, **states)
-    following = advance(membership, View(membership.machines["a"], ready_after=-1, last_call_is_over=True, state=own))
+    following = advance(membership, View(membership.machines["a"], ready_after=-1, last_call_is_over=True))
     assert following.phase is Phase.MEETING and following.chosen[0] == first
+
+
+def of_three(run: str = "", starts_over: bool = False) -> Membership:
+    """A job whose first machine, a, leaves after a signal, while b and c are ready and had nothing when they said so."""
+    membership = ready(run, starts_over, a=A, b=State(), c=State())
+    membership.round, membership.members = 0, [*"abc"]
+    membership.machines["a"].is_ready, membership.machines["a"].is_leaving = False, True
+    return membership
+
+
+@pytest.mark.parametrize("starts_over", [False, True])
+def test_who_got_the_last_copy_of_a_machine_that_leaves_becomes_the_first(starts_over):
+    """It came after both had said that they are ready. With resume=never, that run is the job's own."""
+    membership = of_three(starts_over=starts_over)
+    b, c = (View(membership.machines[name], ready_after=0) for name in "bc")
+    assert advance(membership, replace(b, state=State())).phase is Phase.GATHERING
+    membership = advance(membership, View(membership.machines["a"], has_left="", run="run"))
+    assert membership.run == "run"
+    assert advance(membership, b).phase is Phase.GATHERING
+    membership = advance(membership, replace(b, state=State()))
+    assert membership.phase is Phase.GATHERING
+    membership = advance(membership, replace(c, state=A))
+    assert membership.phase is Phase.MEETING and membership.chosen == ["c", "b"] and not membership.conflict
+
+
+def test_a_machine_in_reserve_goes_on_when_all_others_are_lost_at_once():
+    """It saw a folder that all share before the run there had a name."""
+    membership = of_three("run")
+    membership.phase = Phase.RUNNING
+    membership.machines["d"] = Machine("d", "d", "10.0.0.1", arrival=3, is_ready=True, state=replace(A, run=""))
+    view = View(membership.machines["d"], ready_after=-1, silent=dict.fromkeys("abc", 30.0))
+    membership = advance(membership, view)
+    assert membership.phase is Phase.GATHERING and [*membership.machines] == ["d"] and not membership.conflict
+    membership = advance(membership, replace(view, state=A))
+    assert membership.phase is Phase.MEETING and membership.chosen == ["d"]
 
 
 @pytest.mark.parametrize(("run", "first"), [("", "a"), ("run", "c")])
@@ -311,6 +345,6 @@ def test_a_job_that_starts_over_goes_on_with_nothing_but_its_own_run(run, first)
 )
 def test_machines_with_different_runs_begin_nothing(run, states, says):
     membership = ready(run, **states)
-    view = View(membership.machines["a"], ready_after=-1, last_call_is_over=True, state=states["a"])
+    view = View(membership.machines["a"], ready_after=-1, last_call_is_over=True)
     following = advance(membership, view)
     assert following.phase is Phase.GATHERING and re.search(says, following.conflict)
