@@ -20,25 +20,27 @@ The whole of a training, with the events that callbacks hear of:
             if checkpoint.every asks for it, or a callback has, or this was the last step:
                 # copy model and optimizer; a thread writes the copy
                 on_checkpoint                   # in that thread, once the checkpoint is complete
-    # export the last model, score the best one on the test split, write result.json
+    # export the last model, score the best one on the test split
     on_end
+    # write result.json
     # or else, wherever it happens: an error, a lost process, or a request to stop
     on_failure
 
-Our own callbacks are listed in hftune/opening.py, in the order in which they run; the user's come after them.
+Our own callbacks are listed in hftune/opening.py, in the order in which they run; the user's come after them. Of a failure
+they hear in reverse: trackers, which may wait for a network, come last.
 It knows no process, no file and no tensor.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hftune.config.importing import import_named
-from hftune.errors import ConfigError, format_value
-from hftune.secrecy import without_secrets
+from hftune.errors import ConfigError, first_line, format_value
 
 if TYPE_CHECKING:
     import numpy as np
@@ -223,7 +225,7 @@ class CheckpointDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """Training has ended, and everything is saved."""
+    """Training has ended, and everything is saved but result.json, which is written once all have heard of it."""
 
     result: TrainResult
 
@@ -253,6 +255,17 @@ class Callback:
     must_not_fail = False
     """Whether an exception in it ends the run."""
 
+    def __new__(cls, *arguments: Any, **named: Any) -> Callback:
+        if cls.__init__ is object.__init__ and (arguments or named):  # which does not look, where there is a __new__
+            raise TypeError(f"{cls.__qualname__} takes no arguments")
+        made = super().__new__(cls)
+        given = ", ".join([*map(repr, arguments), *(f"{name}={value!r}" for name, value in named.items())])
+        made.made_as = f"{cls.__module__}.{cls.__qualname__}({re.sub(r' at 0x[0-9a-f]+', '', given)})"
+        return made
+
+    made_as: str
+    """How it was made, such as "my_module.Watch(minutes=50)": a run that it has ended goes on if that changes."""
+
     def on_begin(self, begin: Begin) -> None:
         """Training is about to begin or to go on."""
 
@@ -273,7 +286,7 @@ class Callback:
         """A checkpoint is complete. This is called by the thread that has written it, while training goes on."""
 
     def on_end(self, end: End) -> None:
-        """The run is finished, and everything is saved."""
+        """The run is finished. result.json is written once all callbacks have heard of it: ``end.result`` has what it says."""
 
     def on_failure(self, failure: Failure) -> None:
         """The run ends early; perhaps in a thread of its own, and at most once."""
@@ -289,28 +302,42 @@ class Callbacks:
             event: [callback for callback in self._all if getattr(type(callback), event) is not getattr(Callback, event)]
             for event in EVENTS
         }
+        self._listening["on_failure"].reverse()
+        self._kept: Exception | None = None
 
-    def tell(self, event: str, record: Any) -> None:
+    def tell(self, event: str, record: Any, keep: bool = False) -> None:
         """Let all callbacks hear of an event.
 
+        Args:
+            keep: keep what would be raised for the next call, as this thread is not the one that trains.
+
         Raises:
-            Exception: one that must not fail has failed.
+            Exception: one that must not fail has failed, now or in the other thread before.
         """
+        if event != "on_failure" and not keep:
+            self.raise_kept()
         for callback in [*self._listening[event]]:
             try:
                 getattr(callback, event)(record)
             except Exception as error:
-                if callback.must_not_fail and event != "on_failure":
+                if not callback.must_not_fail or event == "on_failure":
+                    self._leave_alone(callback, event, error)
+                elif keep:
+                    self._kept = error
+                else:
                     raise
-                self._leave_alone(callback, event, error)
+
+    def raise_kept(self) -> None:
+        """Raise what a callback that must not fail has raised in the thread that writes checkpoints, if anything."""
+        if self._kept is not None:
+            raise self._kept
 
     def _leave_alone(self, callback: Callback, event: str, error: Exception) -> None:
         for listening in self._listening.values():
             if callback in listening:
                 listening.remove(callback)
         name = f"{type(callback).__module__}.{type(callback).__qualname__}"
-        reason = without_secrets(f"{type(error).__name__}: {error}".partition("\n")[0].rstrip("."))
-        print(f"warning: {name}.{event} failed: {reason}. It is not called again; training continues.", flush=True)
+        print(f"warning: {name}.{event} failed: {first_line(error)}. It is not called again; training continues.", flush=True)
 
 
 def make_callbacks(named: Sequence[str | Mapping[str, Any]]) -> list[Callback]:

@@ -70,7 +70,13 @@ def did_you_mean(value: Any, choices: Iterable[str]) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the class of an error and the first line of its message, a part of a sentence: "ValueError: no such file"."""
-    return f"{type(error).__name__}: {error}".strip().partition("\n")[0].rstrip(".: ")
+    return without_secrets(f"{type(error).__name__}: {error}".strip().partition("\n")[0].rstrip(".: "))
+
+
+def message_of(error: BaseException) -> str:
+    """Return the first line of an error's message; with its class if the message says little without, as that of KeyError."""
+    line = str(error).strip().partition("\n")[0].rstrip(".")
+    return first_line(error) if isinstance(error, (KeyError, ArithmeticError)) or not line else line
 
 
 def format_value(value: Any) -> str:

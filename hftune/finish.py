@@ -14,7 +14,7 @@ from hftune.config import Recipe
 from hftune.distributed.rounds import Over, present_round
 from hftune.errors import Interrupted, TrainingError
 from hftune.evaluation import evaluate
-from hftune.milestones import Run, log
+from hftune.milestones import Run, log, wait_for_checkpoint
 from hftune.strategies.base import Strategy
 from hftune.task import ask
 from hftune.tracking.console import warning
@@ -24,7 +24,9 @@ from hftune.tracking.summary import describe_best
 
 
 def finish(run: Run, output: OutputDir) -> TrainResult:
-    """Export the last model, score the best one on the test split, and write result.json. Collective.
+    """Export the last model, score the best one on the test split, tell callbacks, and write result.json. Collective.
+
+    result.json comes last: a folder that has it holds a finished run.
 
     Raises:
         Interrupted: a signal asked to stop during the test; everything but its scores and result.json is saved.
@@ -54,23 +56,17 @@ def finish(run: Run, output: OutputDir) -> TrainResult:
         output_dir=output.path,
         model_dir=output.path / "model",
     )
-    strategy.on_main(lambda: save_result(run, result))
+    wait_for_checkpoint(run)
     run.tell_while_waiting("on_end", lambda: End(result=result))
+
+    def write_result() -> None:
+        with explain_write_errors(path := output.path / "result.json"):
+            write_text(path, strict_json(result.to_json(), indent=2) + "\n")
+        if run.checkpointer.failure is not None:
+            raise TrainingError(f"Everything is saved except the last checkpoint: {run.checkpointer.failure}.")
+
+    strategy.on_main(write_result)
     return result
-
-
-def save_result(run: Run, result: TrainResult) -> None:
-    """Write result.json once the last checkpoint is complete. Main process only.
-
-    Raises:
-        TrainingError: that checkpoint could not be written.
-    """
-    run.checkpointer.wait()
-    path = result.output_dir / "result.json"
-    with explain_write_errors(path):
-        write_text(path, strict_json(result.to_json(), indent=2) + "\n")
-    if run.checkpointer.failure is not None:
-        raise TrainingError(f"Everything is saved except the last checkpoint: {run.checkpointer.failure}.")
 
 
 def stopped_early(run: Run) -> str | None:
@@ -148,7 +144,7 @@ def say_finished(strategy: Strategy, recipe: Recipe, result: TrainResult) -> Tra
         "train.epochs" if recipe.train.max_steps is None else "train.max_steps or train.epochs, whichever ends it"
     )
     if result.stopped_early:
-        longer = "raise eval.patience" if "eval.patience" in result.stopped_early else "change callbacks"
+        longer = "raise eval.patience" if "eval.patience" in result.stopped_early else "change the callbacks"
     if strategy.is_main:
         print(
             f"{recipe.output_dir} is finished: {result.steps} steps, {describe_best(result.best)}. "

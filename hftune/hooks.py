@@ -20,11 +20,11 @@ class Hooks:
     No task inherits them: ``Task`` looks here for those that it lacks, so that only Task must be known to write one.
     """
 
-    # hftune/launchers, before torch is imported
+    # hftune/launchers/local.py, hftune predict and hftune replay, before torch is imported
     libraries: ClassVar[Sequence[str]] = ()
     """Modules that its methods import. `hftune train --processes` imports them once for all processes of the machine."""
 
-    # hftune/build.py and hftune/evaluation.py: what is computed together
+    # build.py, settle.py, optim, strategies, evaluation.py, data/augmentation.py, planning: what is computed, and what together
     scored_head: ClassVar[bool] = False
     """Whether ``loss`` and ``predictions`` take a ``ScoredOutput`` (hftune.models.scored_head) as well as logits. Then a
     transformers model computes the cross-entropy of ``target`` together with its head if there would be too many logits."""
@@ -79,7 +79,7 @@ class Hooks:
         """
         return self.inputs(batch)
 
-    # hftune/training.py and hftune/checkpoints: what is said before training, and what a resumed run must have
+    # training.py, tracking/printout.py, checkpoints: what is said before training, and what a resumed run must have
     settled_fields: ClassVar[Sequence[str]] = ()
     """Fields that are null in a recipe until ``datasets`` sets them, once: a resumed run takes them from recipe.yaml."""
 
@@ -98,7 +98,7 @@ class Hooks:
         """
         return {}
 
-    # Trackers and reports: what is shown of an evaluation
+    # milestones.py and evaluation.py, for terminal, trackers and reports: what is shown of an evaluation
     sample_fields: ClassVar[Sequence[str]] = ()
     """Fields of the rows of ``describe`` to show for a few samples after each evaluation, in terminal and trackers."""
 
@@ -118,13 +118,13 @@ class Hooks:
         """Return a sample as the model reads it, in pieces of text, each with whether the model learns to write it."""
         return []
 
-    # hftune folds
+    # hftune folds, with tracking/predictions.py and run.json
     fold_rows: ClassVar[Sequence[int] | None] = None
     """If the eval split is one of several folds of the data: the number of each of its rows in the data; else None."""
     fold_data: ClassVar[str | None] = None
     """A digest of all rows that the folds are made of, by which folds of different data are told apart; None: not known."""
 
-    # hftune predict --data
+    # hftune predict --data; data/sources.py and data/mixture.py; milestones.py and finish.py, for exports
     read_columns: ClassVar[Mapping[str, str]] = {}
     """Columns that were read of the data, by the fields that name them, such as {"text_column": "review"}: a property, known
     after ``datasets``. Exports keep it: `hftune predict --data` prefers the same columns."""

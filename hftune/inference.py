@@ -15,7 +15,7 @@ from torch import nn
 from hftune.checkpoints.export import read
 from hftune.checkpoints.run_folder import check_answers, open_run
 from hftune.config.recipe import Recipe, type_name
-from hftune.errors import ConfigError, DataError
+from hftune.errors import ConfigError, DataError, first_line, message_of
 from hftune.task import Task
 
 
@@ -89,12 +89,11 @@ def load_export(task: Task, folder: Path) -> nn.Module:
     try:
         return read(folder, task.load)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{folder} has no model that can be loaded: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{folder} has no model that can be loaded: {message_of(error)}.") from error
     except Exception as error:
         if type(task).load is not Task.load:
             raise
-        reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
         raise ConfigError(
-            f"{folder} cannot be loaded by {type_name(type(task))}: {reason}. The model is built without the data here. If "
-            "build_model needs more than the task's fields, write save and load methods that keep it."
+            f"{folder} cannot be loaded by {type_name(type(task))}: {first_line(error)}. The model is built without the data "
+            "here. If build_model needs more than the task's fields, write save and load methods that keep it."
         ) from error

@@ -131,26 +131,41 @@ def save_checkpoint(run: Run) -> None:
     """
     state, began = run.state, time.monotonic()
     with run.clock.paused():
-        run.strategy.on_main(run.checkpointer.wait)  # the host's copies may be overwritten from here on
-        tell_failed_checkpoint(run)
+        wait_for_checkpoint(run, " Training continues; the next one is due later.")  # the host's copies may be overwritten then
+        asked = run.strategy.gather_to_main([run.wishes.pending])
         saved = run.strategy.state()
         if saved is not None:
             tensors, values = saved
-            progress = {"state": {**asdict(state), "seconds": run.seconds()}, "values": values, **asdict(run.provenance)}
+            pending = {name: reason for wishes in asked or () for name, reason in wishes.items()}
+            loop = {**asdict(state), "seconds": run.seconds(), "pending": pending}
+            progress = {"state": loop, "values": values, **asdict(run.provenance)}
             run.waited_s = time.monotonic() - began
             run.checkpointer.write(state.step, tensors, progress, run.recipe_text, state.best_step, run.logs())
     run.saved = began
 
 
-def tell_failed_checkpoint(run: Run) -> None:
-    """Let callbacks hear if the last checkpoint could not be written. Main process only."""
+def wait_for_checkpoint(run: Run, then: str = "") -> None:
+    """Wait until the last checkpoint is complete; if it could not be written, let callbacks hear of it. Collective.
+
+    Args:
+        then: what follows, for the message.
+
+    Raises:
+        Exception: a callback that must not fail did, when it heard of the checkpoint.
+    """
     writer = run.checkpointer
-    if writer.failure is not None:
-        left = f"The last intact one is of step {writer.last}." if writer.last else "This run has no intact one yet."
-        text = f"A checkpoint could not be written: {writer.failure}. {left} Training continues; the next one is due later."
-        failed = CheckpointDone(step=writer.begun, path=path_of(writer.folder, writer.begun), failure=text)
-        run.callbacks.tell("on_checkpoint", failed)
-        writer.failure = None
+
+    def wait() -> None:
+        writer.wait()
+        run.callbacks.raise_kept()
+        if writer.failure is not None:
+            left = f"The last intact one is of step {writer.last}." if writer.last else "This run has no intact one yet."
+            text = f"A checkpoint could not be written: {writer.failure}. {left}{then}"
+            run.callbacks.tell(
+                "on_checkpoint", CheckpointDone(step=writer.begun, path=path_of(writer.folder, writer.begun), failure=text)
+            )
+
+    run.strategy.on_main(wait)
 
 
 def evaluate_and_keep(run: Run) -> None:

@@ -23,7 +23,7 @@ from hftune.config.importing import import_named
 from hftune.distributed.devices import peak_flops
 from hftune.distributed.failure_report import Report
 from hftune.distributed.session import Session
-from hftune.milestones import Run
+from hftune.milestones import Run, evaluation_is_due
 from hftune.strategies.base import Strategy
 from hftune.tracking.console import Console
 from hftune.tracking.hardware import hardware, of_all
@@ -60,8 +60,8 @@ def open_run(
         return start_facts(recipe, strategy, parts, provenance, output.start.checkpoint, of_all(computed_on or []), rows_root)
 
     ledger = Ledger(output.path / LEDGER, ledger_start, output.is_ours)
-    is_evaluated, must_start = state.evaluated_step == state.step, not session.info.round
-    tracker = Tracker(recipe, restored.run_ids, is_evaluated, must_start, output.before_release)
+    must_start = not session.info.round
+    tracker = Tracker(recipe, restored.run_ids, lambda: evaluation_is_due(run), must_start, output.before_release)
     console = Console(strategy.is_main, parts.num_steps, state.step, recipe.eval.metric)
     ours = our_callbacks(output, session, strategy, parts, clock, ledger, tracker, console)
     run = Run(
@@ -98,11 +98,13 @@ def our_callbacks(
     """Return what happens at each event, from top to bottom. Collective."""
     recipe, path, progress = output.recipe, output.path, strategy.progress
     usage = session.sample_usage(strategy.device, path)
+    profiler = Profiler(recipe.train.profile, path / PROFILE, strategy.process_index, strategy.device, clock.paused)
+    session.at_end(profiler.close)  # of a run that is stopped in the middle, by the thread that has begun it
     peak = None if parts.arithmetic is None else all_peaks(strategy, recipe)
     return [
         ledger,  # what each step was computed from, and what came out
         Throughput(strategy.times.take, usage, arithmetic=parts.arithmetic, peak_flops=peak),  # logs the values perf/...
-        Profiler(recipe.train.profile, path / PROFILE, strategy.process_index, strategy.device, clock.paused),
+        profiler,  # traces of train.profile
         Predictions(path, recipe.task, progress.tick),  # predictions.jsonl, images of samples, folds
         wing("hftune.reporting.callbacks.Card"),  # the model card
         wing("hftune.reporting.callbacks.Report"),  # report.html
@@ -117,7 +119,7 @@ def connect(run: Run, session: Session) -> None:
 
     def checkpoint_written(step: int, hashes: dict[str, str]) -> None:
         done = CheckpointDone(step=step, path=path_of(run.checkpointer.folder, step), hashes=hashes, waited_s=run.waited_s)
-        run.callbacks.tell("on_checkpoint", done)
+        run.callbacks.tell("on_checkpoint", done, keep=True)
 
     def failed(report: Report) -> None:
         run.callbacks.tell("on_failure", Failure(reason=report.sentence, is_interruption=report.is_interruption))

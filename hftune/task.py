@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, first_line
 
 if TYPE_CHECKING:  # recipes are read and validated before torch is imported
     import numpy as np
@@ -248,8 +248,7 @@ def ask(task: Task, name: str, default: Any, *arguments: Any) -> Any:
     except Exception as error:  # whatever the task's author has overlooked
         if (type(task), name) not in _FAILED:
             _FAILED.add((type(task), name))
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
-            print(f"warning: {type(task).__name__}.{name} failed: {reason}. Training does not need it.", flush=True)
+            print(f"warning: {type(task).__name__}.{name} failed: {first_line(error)}. Training does not need it.", flush=True)
         return default
 
 

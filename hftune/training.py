@@ -19,7 +19,7 @@ from hftune.distributed.session import Session
 from hftune.errors import Interrupted
 from hftune.finish import end_of_round, finish, how_to_resume, say_finished
 from hftune.loop import fit
-from hftune.milestones import Run
+from hftune.milestones import Run, wait_for_checkpoint
 from hftune.models.weights import weights_digest
 from hftune.opening import open_run
 from hftune.settle import changed_precision, idle_notices, prepare, settle_micro_batches, warm_up_strategy
@@ -46,7 +46,7 @@ def train(recipe: Recipe, callbacks: Sequence[Callback] = ()) -> TrainResult:
     recipe.validate()
     users = [*make_callbacks(recipe.callbacks), *callbacks]
     # The folder is released last: trackers may upload from it for hours after the other processes have left.
-    with OutputDir(recipe) as output, Session(recipe) as session:
+    with OutputDir(recipe, [callback.made_as for callback in callbacks]) as output, Session(recipe) as session:
         keep_settled(recipe)
         claim(output, session)
         parts = build(recipe, session.progress)
@@ -113,13 +113,12 @@ def fit_and_finish(run: Run, output: OutputDir) -> TrainResult:
     Raises:
         Interrupted: a signal asked to stop; the message says how to resume.
     """
-    strategy = run.strategy
     try:
         warm_up(run)
         fit(run)
         result = finish(run, output)
     except Interrupted as error:
-        strategy.on_main(run.checkpointer.wait)
+        wait_for_checkpoint(run)
         over = wait_for_agent(lambda: bool(run.stop))
         raise Interrupted(end_of_round(run, over) or f"{error} {how_to_resume(run)}") from None
     return result

@@ -180,7 +180,7 @@ class Checkpointer:
     folder: Path
     config: CheckpointConfig
     failure: str | None = None
-    """Why the last checkpoint could not be written; None again after the next one."""
+    """Why the last checkpoint could not be written; None again once the next one is begun."""
     last: int | None = None
     """Step of the last one that was written."""
     on_written: Callable[[int, dict[str, str]], None] | None = field(default=None, repr=False)
@@ -226,7 +226,7 @@ class Checkpointer:
                         log.flush()
                     if not self.is_ours():  # its machine was stopped for a while
                         raise OSError("another process has taken over the folder")
-                self.failure, self.last = None, step
+                self.last = step
                 if self.on_written is not None:
                     self.on_written(step, tensor_hashes(files))
                 self._prune(step, best_step)
@@ -234,7 +234,7 @@ class Checkpointer:
                 self.failure = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
         self.wait()
-        self.begun = step
+        self.begun, self.failure = step, None
         # Not a daemon: the interpreter waits for it on exit. A process that the heartbeat ends leaves a partial checkpoint.
         self._writer = threading.Thread(target=write, name="checkpoint")
         self._writer.start()

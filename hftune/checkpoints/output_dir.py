@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -66,10 +66,13 @@ class OutputDir:
 
     Only the main process reads or writes the folder. ``confirm`` and ``restore`` are collective; what the main process
     finds reaches the others through them.
+
+    Args:
+        callbacks: how those were made that ``train`` is given besides the recipe's.
     """
 
-    def __init__(self, recipe: Recipe):
-        self.recipe, self.path = recipe, Path(recipe.output_dir)
+    def __init__(self, recipe: Recipe, callbacks: Sequence[str] = ()):
+        self.recipe, self.path, self.callbacks = recipe, Path(recipe.output_dir), [*callbacks]
         self.start = Start()
         """Where training starts; empty on the other processes."""
         self.is_ours: Callable[[], bool] = lambda: False
@@ -91,7 +94,7 @@ class OutputDir:
         if ProcessInfo.from_environment().is_main:
             check_writable(self.path)
             self.is_ours = self._held.enter_context(only_writer(self.path))
-            self.start = find_start(self.recipe)
+            self.start = find_start(self.recipe, callbacks=self.callbacks)
 
     def before_release(self, callback: Callable[[], None]) -> None:
         """Call this before the folder is released, when no process watches this one any more."""
@@ -112,7 +115,7 @@ class OutputDir:
 
         def look() -> None:
             if self.recipe.resume == "never" and self.start.checkpoint is None:
-                self.start = find_start(self.recipe, group)
+                self.start = find_start(self.recipe, group, self.callbacks)
 
         strategy.on_main(look)
 
@@ -128,7 +131,7 @@ class OutputDir:
             (checkpoint.progress, str(checkpoint.path), [*self.start.changed]) if checkpoint else (None, "", [])
         )
         if progress is None:
-            return RestoredState()
+            return RestoredState(TrainState(callbacks=self.callbacks))
         strategy.on_main(lambda: self.check_finished(num_steps))  # ``confirm`` may have found it
         check_commits(path, progress.get("commits", {}), provenance.commits)
         check_digests(path, progress["digests"], provenance.digests)
@@ -147,6 +150,7 @@ class OutputDir:
             state.forget_scores()
         if "callbacks" in changed:  # one that is not there any more may have ended the training
             state.ended_by = None
+        state.callbacks = self.callbacks
         return RestoredState(state, progress["run_ids"], progress["micro_batch_size"], progress.get("precision"))
 
     def finished_result(self, strategy: Strategy, state: TrainState, num_steps: int) -> TrainResult | None:

@@ -57,13 +57,14 @@ def keep_settled(recipe: Recipe) -> None:
             setattr(recipe.task, name, before.get("task", {}).get(name))
 
 
-def find_start(recipe: Recipe, group: Sequence[Member] | None = None) -> Start:
+def find_start(recipe: Recipe, group: Sequence[Member] | None = None, callbacks: Sequence[str] = ()) -> Start:
     """Find the checkpoint that ``resume`` asks for, and compare recipes.
 
     A job that its launcher restarts after a failure resumes, even with resume=never.
 
     Args:
         group: all processes of the job that have launchers. None: only this one is known yet.
+        callbacks: how those were made that ``train`` is given besides the recipe's.
 
     Raises:
         ConfigError: the named checkpoint does not verify, or a key that cannot change has changed.
@@ -84,6 +85,10 @@ def find_start(recipe: Recipe, group: Sequence[Member] | None = None) -> Start:
     else:
         checkpoint, skipped = _named(Path(resume).expanduser(), folder), []
     changed = _changes(checkpoint, recipe)
+    state = checkpoint.progress["state"]
+    if state.get("ended_by") is not None and (before := state.get("callbacks", [])) != [*callbacks]:
+        given, were = (", ".join(made) or "none" for made in (callbacks, before))
+        changed.setdefault("callbacks", f"the callbacks given to train: {given} (it was {were})")
     notices = [*skipped, *(f"Changed: {text}." for text in changed.values())]
     telling = [key for key in changed if resume_rule(key, type(recipe.task)) not in ("harmless", "length")]
     return Start(checkpoint, notices, changed, telling, group)

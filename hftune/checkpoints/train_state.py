@@ -39,6 +39,8 @@ class TrainState:
     """Whether a callback or the clock has asked for an evaluation that has not been made yet."""
     ended_by: str | None = None
     """Why a callback has ended the training before its last step."""
+    callbacks: list[str] = field(default_factory=list)
+    """How the callbacks were made that ``train`` was given besides the recipe's."""
 
     def advance(self) -> tuple[int, int]:
         """Count a step; return its epoch, and its place in it."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hftune.commands.arguments import add_trust_code, check_output, write_text
 from hftune.data.sources import held_out_key, names_eval_data
 from hftune.distributed.process_info import ProcessInfo
-from hftune.errors import ConfigError, is_number
+from hftune.errors import ConfigError, first_line, is_number
 
 if TYPE_CHECKING:
     from hftune.config import Recipe
@@ -88,7 +88,7 @@ def track(recipe: Recipe, score: Score, split: str) -> None:
     try:
         track_evaluation(recipe, score, split)
     except Exception as error:  # whatever a tracker's package raises
-        reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}".partition("\n")[0]
+        reason = str(error) if isinstance(error, ConfigError) else first_line(error)
         print(warning(f"The evaluation was not recorded at the trackers: {reason}"), flush=True)
 
 

@@ -21,8 +21,8 @@ from hftune.checkpoints.run_folder import open_run
 from hftune.commands.arguments import add_trust_code
 from hftune.commands.merge import MERGED
 from hftune.config import Recipe
-from hftune.data.hub import causes_of, first_line, network_reason
-from hftune.errors import ConfigError
+from hftune.data.hub import causes_of, network_reason
+from hftune.errors import ConfigError, message_of
 from hftune.reporting.card import CARD, METRICS, RECIPE, RESULT, card, for_repository, read_facts
 from hftune.secrecy import without_secrets
 from hftune.tracking.console import data_size, short
@@ -250,10 +250,10 @@ def reason(error: Exception, user: str | None) -> str:
     """Say why the Hub did not do what it was asked, and what to do."""
     hub = f"the Hub ({constants.ENDPOINT})"
     if not isinstance(error, HfHubHTTPError):
-        reached = network_reason([*causes_of(error)]) or f"failed ({first_line(error).rstrip('.')})"
+        reached = network_reason([*causes_of(error)]) or f"failed ({message_of(error)})"
         return f"{hub} {reached}. Check the network and try again; files that have arrived are not sent again."
     status = error.response.status_code
-    said = (error.server_message or first_line(error)).rstrip(".")
+    said = (error.server_message or message_of(error)).rstrip(".")
     if status == 401 and user is None:
         return f"{hub} does not accept your token, which HF_TOKEN or `hf auth login` has set. {how_to_log_in()}"
     if status in (401, 403, 404):

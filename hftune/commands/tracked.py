@@ -93,7 +93,7 @@ def track_evaluation(recipe: Recipe, score: Score, split: str) -> None:
         tracker.log(step, None, {f"{split}/{name}": value for name, value in metrics.items()})
         tracker.log_predictions(step, rows, f"{split}/predictions")
         if "confusion_matrix" in metrics and labels is not None:
-            tracker.log_confusion_matrix(step, metrics["confusion_matrix"], labels)
+            tracker.log_confusion_matrix(step, metrics["confusion_matrix"], labels, f"{split}/confusion")
         if images := evaluation.images:
             captions = [ask(task, "caption", "", row) for row in rows[: len(images)]]
             tracker.log_images(step, images, captions, f"{split}/images")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first asked for (PEP 562): --help reads the sections and needs no OmegaConf."""
+    """Import a name when it is first asked for (PEP 562): --help reads the sections alone."""
     if name not in __all__:
         raise AttributeError(f"module 'hftune.config' has no attribute {name!r}")
     from hftune.config import recipe

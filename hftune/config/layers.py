@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from hftune.config.shipped_files import recipe_path
-from hftune.errors import ConfigError, format_value
+from hftune.errors import ConfigError, format_value, message_of
 
 _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast, where PyYAML was built with it
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
@@ -154,7 +154,7 @@ def _read_word(word: str) -> tuple[str, Any]:
     try:
         return name, yaml.load(text, _Loader)
     except (ValueError, yaml.YAMLError) as error:
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        reason = getattr(error, "problem", None) or message_of(error)
         raise ConfigError(f"{word} cannot be read: {reason}.") from error
 
 

@@ -32,7 +32,7 @@ from hftune.config.sections import (
 )
 from hftune.config.shipped_files import recipe_path, resource_dir
 from hftune.config.values import WrongType, convert, unsupported
-from hftune.errors import ConfigError, did_you_mean, format_value, holds, type_problem
+from hftune.errors import ConfigError, did_you_mean, format_value, holds, message_of, type_problem
 from hftune.secrecy import keys_with_secrets
 from hftune.task import BatchLossTask, Direction, Task
 
@@ -593,7 +593,7 @@ class _Schema:
             found = OmegaConf.to_container(holder, resolve=True) if OmegaConf.is_config(holder) else holder
         except OmegaConfBaseException as error:
             missing = re.search(r"Environment variable '(.*)' not found", str(error))
-            reason = f"the environment variable {missing[1]} is not set" if missing else str(error).splitlines()[0]
+            reason = f"the environment variable {missing[1]} is not set" if missing else message_of(error)
             raise WrongType(reason) from error
         try:
             return convert(found, key.type, is_resolved=True)

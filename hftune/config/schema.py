@@ -4,7 +4,7 @@ It says what the definitions of the keys say: types, bounds, choices, defaults a
 checked when a recipe is loaded. ``hftune schema`` prints it; ``make`` writes it into recipes/, whose files name it.
 
 Draft 7 is the newest draft that all editors understand. The schema must accept whatever ``Recipe.load`` accepts, including what
-YAML 1.1 (OmegaConf, PyYAML) and YAML 1.2 (editors) read differently: a bare ``no`` is false or a text, ``5e-5`` a text or a
+YAML 1.1 (PyYAML) and YAML 1.2 (editors) read differently: a bare ``no`` is false or a text, ``5e-5`` a text or a
 number.
 """
 
@@ -35,7 +35,7 @@ PLAIN = {
     float: ("number", r"^[-+.\d][-+.\d_eE]*$"),
     bool: ("boolean", "^([Tt]rue|[Ff]alse|[Yy]es|[Nn]o|[Oo]n|[Oo]ff)$"),
 }
-"""The name of each plain type in JSON schema, and a pattern of the texts that OmegaConf reads as such a value."""
+"""The name of each plain type in JSON schema, and a pattern of the texts that ``Recipe.load`` reads as such a value."""
 ANY_TEXT = {"type": ["string", "number", "boolean"]}
 """Where a text is due, such as a run's name, 1e3 and no are texts, as they are written."""
 BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Union
+from typing import Any, ClassVar, Literal
 
 from hftune.config.every import Every
 from hftune.config.keys import is_dotted, key, keys_of, problems_of
@@ -61,14 +61,10 @@ class TrainConfig(Section):
     decides."""
     batch_size: int = key(32, ge=1, changes="samples lr")
     """Samples in one optimizer step, over ALL processes and nodes."""
-    micro_batch_size: Union[int, str, None] = key(  # noqa: UP007 - OmegaConf reads this spelling
-        None, ge=1, choices=("auto",), changes="compute", resume="harmless"
-    )
+    micro_batch_size: int | str | None = key(None, ge=1, choices=("auto",), changes="compute", resume="harmless")
     """Maximum number of samples in one forward pass, which decides the memory needed. auto: as many of the longest samples as
     fit. null: 8, or no limit if train.micro_batch_tokens is set."""
-    micro_batch_tokens: Union[int, str, None] = key(  # noqa: UP007
-        None, ge=1, choices=("auto",), changes="compute", resume="harmless"
-    )
+    micro_batch_tokens: int | str | None = key(None, ge=1, choices=("auto",), changes="compute", resume="harmless")
     """Maximum number of tokens in one forward pass, for samples of unequal lengths: real ones where training computes no
     padding (train.packing), otherwise padded ones (samples x padded length). auto: as many as fit, and at most a process's
     share of a step. null: no limit."""
@@ -163,7 +159,7 @@ class TrainConfig(Section):
     num_workers: int = key(0, ge=0, changes="nothing")
     """Number of processes that load and collate batches in advance, for each training process; as many again for evaluations.
     On GPUs a thread loads one step in advance in any case."""
-    log_every: Union[int, str] = key(10, read=Every.read, changes="nothing")  # noqa: UP007
+    log_every: int | str = key(10, read=Every.read, changes="nothing")
     """How often metrics.jsonl gets a line: a number of steps, epoch, "2 epochs", "30 s" (or min, or h), or never. The first and
     the last step always get one. train/loss is the mean over the items of all steps since the previous line, train/loss_step
     that of the last step alone."""
@@ -291,7 +287,7 @@ class EvalConfig(Section):
 
     section = "eval"
 
-    every: Union[int, str] = key("epoch", read=Every.read, changes="output")  # noqa: UP007
+    every: int | str = key("epoch", read=Every.read, changes="output")
     """How often to evaluate: a number of steps, epoch, "2 epochs", "30 min" (or s, or h), or never. The last step is always
     followed by an evaluation. never: there is none, and no evaluation data are needed; the last model is the model. A test
     split is scored in any case."""
@@ -347,13 +343,13 @@ class CheckpointConfig(Section):
 
     section = "checkpoint"
 
-    every: Union[int, str] = key(500, read=Every.read, changes="nothing")  # noqa: UP007
+    every: int | str = key(500, read=Every.read, changes="nothing")
     """How often to save, besides the checkpoints that are always written: a number of steps, epoch, "2 epochs", "30 min" (or s,
     or h), or never. A time limits how much work a lost machine costs: the first step that ends later is followed by a
     checkpoint, unless the one before is still being written."""
     keep: int = key(2, ge=1, changes="nothing")
     """Number of newest checkpoints to keep. The one of the best evaluation is kept as well."""
-    keep_every: Union[int, str, None] = key(None, ge=1, choices=(DOUBLING,), changes="nothing")  # noqa: UP007
+    keep_every: int | str | None = key(None, ge=1, choices=(DOUBLING,), changes="nothing")
     """Which older checkpoints to keep. A number of steps: the first one in each interval of that length, for good. doubling: a
     few whose distances double with their age, about log2(steps / checkpoint.every) in all. null: none of them."""
     copies: int = key(1, ge=0, changes="nothing")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hftune.errors import ConfigError, DataError, did_you_mean
+from hftune.errors import ConfigError, DataError, did_you_mean, message_of
 
 ERRORS = {"model": ConfigError, "dataset": DataError}
 _NOUNS = {"model": "model", "dataset": "data set"}
@@ -104,7 +104,7 @@ def _reason(causes: Sequence[BaseException], kind: str, name: str, key: str, ins
             f"the Hub ({constants.ENDPOINT}) {reached}. Check the network and try again; finished downloads are kept. "
             f"HF_HUB_DOWNLOAD_TIMEOUT=60 waits longer for an answer; HF_HUB_OFFLINE=1 uses the cache only. {instead}"
         )
-    return first_line(causes[0])
+    return message_of(causes[0])
 
 
 def network_reason(causes: Sequence[BaseException]) -> str | None:
@@ -114,9 +114,9 @@ def network_reason(causes: Sequence[BaseException]) -> str | None:
     if _first(causes, httpx.TimeoutException, TimeoutError):
         return "does not answer in time"
     if broken := _first(causes, httpx.RemoteProtocolError):
-        return f"closed the connection ({first_line(broken).rstrip('.')})"
+        return f"closed the connection ({message_of(broken)})"
     if lost := _first(causes, httpx.TransportError, ConnectionError):
-        return f"cannot be reached ({first_line(lost).rstrip('.')})"
+        return f"cannot be reached ({message_of(lost)})"
     return None
 
 
@@ -129,11 +129,6 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
 
 def _first(causes: Sequence[BaseException], *kinds: type[BaseException]) -> Any:
     return next((cause for cause in causes if isinstance(cause, kinds)), None)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; of one without a message, its type."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def known(commits: Mapping[str, str | None]) -> dict[str, str]:

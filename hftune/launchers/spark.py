@@ -100,7 +100,7 @@ def session(master: str | None = None) -> SparkSession:
     try:
         return (builder.master(master) if master else builder).getOrCreate()
     except (PySparkException, Py4JError) as error:
-        raise ConfigError(f"Spark cannot be started: {first_line(error)}") from error
+        raise ConfigError(f"Spark cannot be started: {telling_line(error)}") from error
 
 
 def make_distributor(num_processes: int, local_mode: bool, use_gpu: bool) -> TorchDistributor:
@@ -243,7 +243,7 @@ def read_result(folder: Path, distributor: TorchDistributor, problem: Exception 
         raise TrainingError(f"{name_of(killed)} exited unexpectedly: it was killed, or crashed.") from problem
     if (failure := read_failure(folder)) is not None:
         raise failure from problem
-    reason = f" Spark says: {first_line(problem)}" if problem is not None else ""
+    reason = f" Spark says: {telling_line(problem)}" if problem is not None else ""
     if not any(map(Path.exists, folders)):
         place = f"Is output_dir={folder.parent} on a file system that they and the driver share, and hftune installed there?"
         raise TrainingError(f"None of the {num_processes} processes started. {place}{reason}") from problem
@@ -268,7 +268,7 @@ def first_task(problem: Exception | None) -> str | None:
     return None if match is None else match[1]
 
 
-def first_line(error: Exception) -> str:
+def telling_line(error: Exception) -> str:
     """Return the most informative line of Spark's many."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if "Exception:" in line or "Error:" in line), lines[0] if lines else repr(error))

@@ -13,7 +13,7 @@ from typing import Any
 
 from hftune.config.importing import import_named
 from hftune.config.keys import is_dotted
-from hftune.errors import ConfigError, TrainingError, format_value
+from hftune.errors import ConfigError, TrainingError, first_line, format_value
 
 Rows = Sequence[Mapping[str, Any]]
 Metric = Callable[[Rows], Any]
@@ -87,10 +87,9 @@ def _loaded(name: str) -> Metric:
     try:
         module = evaluate.load(name, keep_in_memory=True)
     except Exception as error:  # evaluate raises what its module's own imports do
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
         raise ConfigError(
-            f"eval.metrics={name} is not a module that evaluate can load: {reason}. Give the path of its script, or the "
-            "dotted path of a function that takes the rows."
+            f"eval.metrics={name} is not a module that evaluate can load: {first_line(error)}. Give the path of its script, or "
+            "the dotted path of a function that takes the rows."
         ) from error
     return lambda rows: module.compute(**_columns(name, rows))
 

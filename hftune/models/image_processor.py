@@ -19,7 +19,7 @@ from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedModel, 
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
 
 from hftune.data.images import checked
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, message_of
 from hftune.models.pretrained import CONFIG, folder_of
 
 FILES = ("preprocessor_config.json", "processor_config.json")
@@ -63,8 +63,7 @@ def load_image_processor(
     try:
         processor = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise ConfigError(f"task.model={model} has an image processor that cannot be loaded: {reason}.") from error
+        raise ConfigError(f"task.model={model} has an image processor that cannot be loaded: {message_of(error)}.") from error
     if side is not None:
         _resize(processor, side, f"task.model={model}")
     if mean is not None:
@@ -97,9 +96,9 @@ def check_takes(model: PreTrainedModel, preparation: Preparation, name: str) -> 
         with torch.no_grad():
             model(pixel_values=torch.zeros(1, 3, height, width))
     except (ValueError, RuntimeError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ConfigError(
-            f"{name} does not take images of {height} x {width} pixels: {reason}. Correct task.image_size, or set it to null."
+            f"{name} does not take images of {height} x {width} pixels: {message_of(error)}. Correct task.image_size, or "
+            "set it to null."
         ) from error
     finally:
         model.train(was_training)

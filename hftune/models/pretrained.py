@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils import logging
 
 from hftune.data.hub import fetch
-from hftune.errors import ConfigError, did_you_mean
+from hftune.errors import ConfigError, did_you_mean, message_of
 
 CONFIG = ("config.json", "generation_config.json")
 TOKENIZER = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
@@ -66,7 +66,7 @@ def load_config(model: str | None, overrides: Mapping[str, Any], commit: str | N
     try:
         config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, trust_remote_code=False, **overrides)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"task.model={model} cannot be loaded: {_first_line(error)}") from error
+        raise ConfigError(f"task.model={model} cannot be loaded: {message_of(error)}") from error
     except StrictDataclassError as error:
         key = "task.model_config" if overrides else f"the config of task.model={model}"
         raise ConfigError(f"{key} cannot be used: {wrong_value(error)}.") from error
@@ -96,7 +96,7 @@ def _fresh_config(fields: Mapping[str, Any]) -> PreTrainedConfig:
     try:
         return AutoConfig.for_model(**fields)
     except ValueError as error:
-        raise ConfigError(f"task.model_config cannot be used: {_first_line(error)}") from error
+        raise ConfigError(f"task.model_config cannot be used: {message_of(error)}") from error
     except StrictDataclassError as error:
         raise ConfigError(f"task.model_config cannot be used: {wrong_value(error)}.") from error
 
@@ -136,7 +136,7 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
         try:
             return _initialize(auto_class, config, dtype)
         except (ValueError, KeyError, ArithmeticError) as error:  # an unknown activation is a KeyError
-            raise ConfigError(f"task.model_config cannot be built: {_first_line(error)}.") from error
+            raise ConfigError(f"task.model_config cannot be built: {message_of(error)}.") from error
     if (quantized := options.get("quantization_config")) is not None:
         quantized = deepcopy(quantized)
         quantized.llm_int8_skip_modules += heads_of(auto_class, config)
@@ -151,7 +151,7 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
             folder, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **options
         )
     except (OSError, ValueError, RuntimeError, KeyError, ArithmeticError) as error:
-        raise ConfigError(f"task.model={model} cannot be loaded: {_first_line(error)}") from error
+        raise ConfigError(f"task.model={model} cannot be loaded: {message_of(error)}") from error
     finally:
         logging.set_verbosity(verbosity)
     if deeper := sorted(key for key in info["missing_keys"] if _IN_A_LAYER.search(key) and "crossattention" not in key):
@@ -247,7 +247,7 @@ def load_tokenizer(model: str, key: str = "task.model", commit: str | None = Non
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}={model} has no tokenizer that can be loaded: {_first_line(error)}") from error
+        raise ConfigError(f"{key}={model} has no tokenizer that can be loaded: {message_of(error)}") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -290,8 +290,3 @@ def wordpiece_tokenizer(vocabulary: Mapping[str, int]) -> PreTrainedTokenizerBas
 def wrong_value(error: StrictDataclassError) -> str:
     """Return what a config has refused, a part of a sentence."""
     return str(error).splitlines()[-1].strip().removeprefix("TypeError: ").rstrip(".")
-
-
-def _first_line(error: Exception) -> str:
-    line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {line}" if isinstance(error, (KeyError, ArithmeticError)) or not line else line

@@ -93,10 +93,10 @@ class RunRecord:
         return (metric, step, float(value)) if is_known else None
 
 
-def read_run(folder: Path, name: str | None = None) -> RunRecord:
-    """Read what a page shows of a run."""
+def read_run(folder: Path, name: str | None = None, result: Mapping[str, Any] | None = None) -> RunRecord:
+    """Read what a page shows of a run; ``result``: of result.json, before it is written."""
     recipe_text = without_secrets(_read_text(folder / "recipe.yaml"))
-    result = _read_object(folder / "result.json")
+    result = _read_object(folder / "result.json") if result is None else dict(result)
     best = mapping(result.get("best")) or _read_object(folder / "model" / "hftune.json")
     return RunRecord(
         folder=folder,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hftune.atomic import write_text
 from hftune.callbacks import Begin, Callback, End, EvaluationDone
 from hftune.checkpoints.run_folder import REPORT
+from hftune.errors import first_line
 from hftune.tracking.console import warning
+from hftune.tracking.jsonl import strict_json
 
 SLOW_S, SHARE = 0.5, 0.05
 """A report that takes longer, as that of a million lines, is written so rarely that it takes this share of the time."""
@@ -29,17 +34,17 @@ class Report(Callback):
             self.write()
 
     def on_end(self, end: End) -> None:
-        self.write()
+        self.write(json.loads(strict_json(end.result.to_json())))
 
-    def write(self) -> None:
+    def write(self, result: Mapping[str, Any] | None = None) -> None:
         from hftune.reporting.page import write_report  # imports scipy and jinja2, for which the first step need not wait
 
         began = time.monotonic()
         try:
-            write_report(self.folder)
+            write_report(self.folder, result)
         except Exception as error:  # whatever the files in the folder may lead to
             if not self._has_failed:
-                what = f"{self.folder / REPORT} could not be written: {reason(error)}."
+                what = f"{self.folder / REPORT} could not be written: {first_line(error)}."
                 print(warning(f"{what} Training continues; hftune report {self.folder} tries again."), flush=True)
             self._has_failed = True
         seconds = time.monotonic() - began
@@ -60,8 +65,4 @@ class Card(Callback):
         try:
             write_text(path, card(read_facts(end.result.output_dir, self.recipe, end.result.to_json())))
         except Exception as error:  # a task of the user's own may return anything
-            print(warning(f"{path} could not be written: {reason(error)}. Everything else is saved."), flush=True)
-
-
-def reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+            print(warning(f"{path} could not be written: {first_line(error)}. Everything else is saved."), flush=True)

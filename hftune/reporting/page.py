@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -28,22 +28,23 @@ CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 """Characters that HTML does not allow."""
 
 
-def write_report(folder: Path) -> Path:
-    """Write report.html into the folder of a run, and return its path."""
+def write_report(folder: Path, result: Mapping[str, Any] | None = None) -> Path:
+    """Write report.html into the folder of a run, and return its path; ``result``: of result.json, before it is written."""
     path = folder / REPORT
-    write_text(path, page([folder]))
+    write_text(path, page([folder], result=result))
     return path
 
 
-def page(folders: Sequence[Path], are_selected: bool = False) -> str:
+def page(folders: Sequence[Path], are_selected: bool = False, result: Mapping[str, Any] | None = None) -> str:
     """Return the page of one run, or of several side by side, as HTML.
 
     Its policy forbids the browser every request, and every script but our two.
 
     Args:
         are_selected: whether these are the best of more runs: then their means over the seeds would be too good.
+        result: of a run that is about to write it; None: read from the folder.
     """
-    runs = [read_run(folder, name) for folder, name in zip(folders, run_names(folders), strict=True)]
+    runs = [read_run(folder, name, result) for folder, name in zip(folders, run_names(folders), strict=True)]
     sections = sections_of(runs[0]) if len(runs) == 1 else comparison_sections(runs, are_selected)
     assets = {path.name: path.read_text(encoding="utf-8") for path in (files("hftune.reporting") / "assets").iterdir()}
     digests = (hashlib.sha256(assets[name].encode()).digest() for name in SCRIPTS)

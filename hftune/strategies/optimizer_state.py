@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hftune.config.sections import UNSHARDED
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, first_line
 from hftune.optim.lion import Lion
 from hftune.optim.muon import Muon
 from hftune.strategies.averages import to_training
@@ -141,9 +141,8 @@ def _stepped_twin(
                 parameter.grad = (parameter.detach() - 0.7) * scale * factor
             twin.step(None)  # as Accelerate does
     except Exception as error:  # whatever the user's class raises
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
         raise ConfigError(
-            f"train.optimizer: {type(optimizer).__name__} failed on a few small tensors: {reason}. It is called as "
+            f"train.optimizer: {type(optimizer).__name__} failed on a few small tensors: {first_line(error)}. It is called as "
             "step(closure=None)."
         ) from error
     return twin, parameters

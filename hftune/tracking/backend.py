@@ -24,6 +24,8 @@ class EarlierRun:
     """What ``run_id`` returned before."""
     lines: Sequence[Mapping[str, Any]] = field(default_factory=list)
     """All lines of metrics.jsonl up to that step."""
+    awaits_evaluation: bool = False
+    """Whether that step is evaluated now, as its evaluation was interrupted: its row is logged again."""
 
 
 class TrackerBackend:

@@ -17,8 +17,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from hftune.errors import ConfigError
-from hftune.secrecy import without_secrets
+from hftune.errors import ConfigError, first_line
 from hftune.tracking.backend import EarlierRun, TrackerBackend
 from hftune.tracking.console import note, warning
 
@@ -164,4 +163,4 @@ def reason(error: BaseException) -> str:
     """Return the root cause in a line: packages wrap it in paragraphs of their own."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
-    return without_secrets(f"{type(error).__name__}: {error}".partition("\n")[0].rstrip("."))
+    return first_line(error)

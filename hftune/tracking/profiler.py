@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hftune.callbacks import Callback, End, Step, StepBegin
+from hftune.callbacks import Callback, Step, StepBegin
 from hftune.tracking.console import note, warning
 
 SHOWN_OPERATORS = 40
@@ -62,9 +62,6 @@ class Profiler(Callback):
             self._steps.append(step.step)
             if step.step >= self.last or step.is_last:
                 self.close()
-
-    def on_end(self, end: End) -> None:
-        self.close()
 
     def close(self) -> None:
         """Write what was profiled so far, if anything was. By the thread that has begun it: torch's profiler belongs to it."""

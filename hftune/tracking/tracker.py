@@ -89,7 +89,7 @@ class Tracker(Callback):
 
     Args:
         run_ids: of the trackers' runs that are continued; see ``run_ids``.
-        is_evaluated: whether the evaluation of the step to resume from was made; if not, one that was logged is dropped.
+        awaits_evaluation: says whether the step to resume from is evaluated again, so that what was logged of that is dropped.
         must_start: an error if a tracker does not start. Else a warning: an elastic job that trains goes on without it.
         later: takes what may last for hours, such as an upload, or fail: closing the trackers, once everything is saved.
     """
@@ -100,13 +100,14 @@ class Tracker(Callback):
         self,
         recipe: Recipe,
         run_ids: Mapping[str, str] | None = None,
-        is_evaluated: bool = False,
+        awaits_evaluation: Callable[[], bool] = lambda: False,
         must_start: bool = True,
         later: Callable[[Callable[[], None]], None] = lambda close: close(),
     ):
         self.path = Path(recipe.output_dir) / "metrics.jsonl"
         self.recipe, self.name = recipe, recipe.track.run_name or recipe.recipe
-        self._earlier, self._is_evaluated, self._must_start, self._later = run_ids or {}, is_evaluated, must_start, later
+        self._earlier, self._must_start, self._later = run_ids or {}, must_start, later
+        self._awaits_evaluation = awaits_evaluation
         self._lanes: list[Lane] = []
         self._best: tuple[int, str, float] | None = None
 
@@ -147,15 +148,15 @@ class Tracker(Callback):
         Raises:
             ConfigError: a tracker does not start.
         """
-        lines = read_lines(self.path) if step else []
-        last = {False: step, True: step if self._is_evaluated else step - 1}  # by whether a line is of an evaluation
+        lines, awaits_evaluation = read_lines(self.path) if step else [], step > 0 and self._awaits_evaluation()
+        last = {False: step, True: step - awaits_evaluation}  # by whether a line is of an evaluation
         lines = [line for line in lines if line["step"] <= last["eval/loss" in line] and "test/loss" not in line]
         self.file = line_file(self.path, lines)
         config = {**self.recipe.to_dict(), "run": dict(facts)}
         for name in self.recipe.track.with_:
             try:
                 lane = Lane(name, tracker_class(name)(self.recipe), self.path.parent)
-                lane.start(config, EarlierRun(step, self._earlier.get(name), lines))
+                lane.start(config, EarlierRun(step, self._earlier.get(name), lines, awaits_evaluation))
                 self._lanes.append(lane)
             except ConfigError as error:
                 if self._must_start:
@@ -186,14 +187,16 @@ class Tracker(Callback):
             fields = dict.fromkeys(field for row in worst for field in row)
             self._do("log_table", step, name, [{field: row.get(field) for field in fields} for row in worst])
 
-    def log_confusion_matrix(self, step: int, counts: Sequence[Sequence[int]], labels: Sequence[str]) -> None:
+    def log_confusion_matrix(
+        self, step: int, counts: Sequence[Sequence[int]], labels: Sequence[str], name: str = "eval/confusion"
+    ) -> None:
         """Show how often each class was taken for each; rows are true classes. Of many classes, the most frequent mistakes."""
         if len(labels) != len(counts):
             return
         if len(labels) > MAX_CLASSES:
-            self._do("log_table", step, "eval/confusion", frequent_mistakes(counts, labels, MAX_ROWS))
+            self._do("log_table", step, name, frequent_mistakes(counts, labels, MAX_ROWS))
         else:
-            self._do("log_confusion_matrix", step, "eval/confusion", counts, labels)
+            self._do("log_confusion_matrix", step, name, counts, labels)
 
     def log_images(self, step: int, images: Sequence[np.ndarray], captions: Sequence[str], name: str = "eval/images") -> None:
         """Show images of samples, each (H, W, 3) uint8."""

@@ -48,16 +48,15 @@ def continue_offline(folder: Path, earlier: EarlierRun) -> Continuation:
     return repeat_all(earlier, id=earlier.run_id)
 
 
-def continue_online(path: str, earlier: EarlierRun, awaits_evaluation: bool) -> Continuation | None:
+def continue_online(path: str, earlier: EarlierRun) -> Continuation | None:
     """Let the server keep the rows that still count; None if it does not know the run.
 
     Args:
         path: project, or entity and project, of the run.
-        awaits_evaluation: whether the step to resume from is evaluated now: the row of that step is logged again then.
     """
     if earlier.run_id is None or (last := last_step(f"{path}/{earlier.run_id}")) is None:
         return None
-    settled = [line["step"] for line in earlier.lines if line["step"] < earlier.step + (not awaits_evaluation)]
+    settled = [line["step"] for line in earlier.lines if line["step"] < earlier.step + (not earlier.awaits_evaluation)]
     kept = max((step for step in settled if step <= last), default=-1)
     again = [line for line in earlier.lines if line["step"] > kept]
     if last <= max(settled, default=-1):  # nothing that is repeated

@@ -89,7 +89,7 @@ class WandbRun(TrackerBackend):
         import wandb
 
         if earlier.step and self._mode == "online":
-            found = continue_online(self._project_path(), earlier, self._awaits_evaluation(config, earlier))
+            found = continue_online(self._project_path(), earlier)
             if found is not None:
                 try:
                     self._run = wandb.init(**self._options(config, **found.options))
@@ -131,12 +131,6 @@ class WandbRun(TrackerBackend):
         entity = options.get("entity") or os.environ.get("WANDB_ENTITY")
         project = options.get("project") or os.environ["WANDB_PROJECT"]
         return f"{entity}/{project}" if entity else project
-
-    def _awaits_evaluation(self, config: Mapping[str, Any], earlier: EarlierRun) -> bool:
-        """Say whether the step to resume from is evaluated first, as an interruption left it."""
-        run, step = config["run"], earlier.step
-        is_due = self.recipe.eval.falls_on(step, run["num_steps"], run["steps_per_epoch"])
-        return is_due and not any(line["step"] == step and "eval/loss" in line for line in earlier.lines)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Log values to the row of a step; to the summary if the server has that row from before an interruption."""

@@ -32,9 +32,12 @@ def runs(tmp_path_factory):
         "stopped": ASKS,
         "elsewhere": (*JOB, named("EndsElsewhere")),
         "fails": (*JOB, named("FailsElsewhere")),
+        "elsewhere, stopped": (*JOB, named("EndsElsewhere")),
     }
-    found |= {(name, 2): run for name, run in train_on(2, together, folder, RECIPE, stops={"stopped": (2, 1)}).items()}
-    found |= {(name, 2): run for name, run in train_on(2, {"stopped": ASKS}, folder, RECIPE).items()}
+    stops = {"stopped": (2, 1), "elsewhere, stopped": (1, 1)}  # asked for in the step that is finished then
+    found |= {(name, 2): run for name, run in train_on(2, together, folder, RECIPE, stops=stops).items()}
+    again = {name: together[name] for name in stops}
+    found |= {(name, 2): run for name, run in train_on(2, again, folder, RECIPE).items()}
     return found | {(name, 4): run for name, run in train_on(4, {"asks": ASKS}, folder, RECIPE).items()}
 
 
@@ -62,7 +65,12 @@ def test_one_that_only_looks_changes_no_bit_of_a_loss(runs):
 
 
 @pytest.mark.parametrize(
-    ("which", "step", "why"), [(("ends", 1), 5, "the test says so"), (("elsewhere", 2), 3, "the last process has seen enough")]
+    ("which", "step", "why"),
+    [
+        (("ends", 1), 5, "the test says so"),
+        (("elsewhere", 2), 3, "the last process has seen enough"),
+        (("elsewhere, stopped", 2), 3, "the last process has seen enough"),
+    ],
 )
 def test_an_end_is_everybodys_whoever_asks_for_it(runs, which, step, why):
     run = runs[which]

@@ -265,7 +265,7 @@ def test_evaluation_that_an_interruption_left_out_joins_the_row_of_its_step(serv
     log(first, lines(1, 6, attempt=1))
     first.finish("interrupted")
     assert server.runs[first.run_id].preempting and server.runs[first.run_id].exit_code == 1
-    second = opened(tmp_path, "eval.every=6", earlier=EarlierRun(6, first.run_id, lines(1, 6, attempt=1)))
+    second = opened(tmp_path, earlier=EarlierRun(6, first.run_id, lines(1, 6, attempt=1), awaits_evaluation=True))
     second.log(6, {"eval/loss": 3.0})
     second.log(7, {"train/loss": 4.0})
     close(second)

@@ -1,13 +1,15 @@
 """hftune.Callback: what is told, to whom and in which order, and what becomes of one that fails."""
 
 import json
+import os
 import random
+import signal
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from hftune import Callback, ConfigError, Recipe, train
+from hftune import Callback, ConfigError, Interrupted, Recipe, TrackerBackend, TrainingError, train
 from hftune.callbacks import EVENTS, Callbacks, EvaluationDone, Wishes, make_callbacks
 from tests.support.events import step_taken
 from tests.support.runs import Run
@@ -58,22 +60,15 @@ def runs(tmp_path_factory):
     """Three trainings: without callbacks, with two that only look, and with one that stops it."""
     folder, diary = tmp_path_factory.mktemp("runs"), Diary()
 
-    class Stopper(Callback):
-        def on_step(self, step):
-            if step.step == 1:
-                step.ask_to_stop("it is enough")
-
     def trained(name, *callbacks):
-        recipe = Recipe.load("tests/support/tagging.yaml", *JOB, f"output_dir={folder / name}")
-        return train(recipe, callbacks=callbacks)
+        return train(recipe(folder / name), callbacks=callbacks)
 
     results = {"plain": trained("plain"), "seen": trained("seen", diary, Meddler()), "stopped": trained("stopped", Stopper())}
-    again = trained("stopped", Stopper())
-    return results, {name: Run(folder / name) for name in results}, diary.heard, again
+    return results, {name: Run(folder / name) for name in results}, diary.heard
 
 
 def test_events_come_in_the_order_of_the_story(runs):
-    *_, heard, _ = runs
+    *_, heard = runs
     names = [
         *("on_begin", "on_step_begin", "on_step", "on_log"),
         *("on_step_begin", "on_step", "on_log", "on_log", "on_evaluation", "on_log"),
@@ -121,13 +116,12 @@ def test_what_a_callback_logs_is_in_the_line_of_its_step(runs):
     assert [(line["step"], line["own/rows"]) for line in lines if "own/rows" in line] == [(step, 23) for step in (2, 4, 5)]
 
 
-def test_training_that_a_callback_stops_is_finished_at_once(runs):
-    results, made, _, again = runs
+def test_training_that_a_callback_stops_is_finished(runs):
+    results, made, _ = runs
     stopped = results["stopped"]
     assert stopped.steps == 2 and stopped.stopped_early == "Stopped after step 2 of 5, as a callback asked for: it is enough."
     assert made["stopped"].logged("train/loss") == made["plain"].logged("train/loss")[:2]
     assert len(made["stopped"].logged("eval/loss")) == 1 and stopped.model_dir.is_dir()
-    assert again == stopped  # there is nothing left to train
 
 
 def test_one_that_fails_is_left_alone_after_a_warning_unless_it_must_not_fail(capsys):
@@ -152,6 +146,105 @@ def test_one_that_fails_is_left_alone_after_a_warning_unless_it_must_not_fail(ca
     )
     with pytest.raises(ValueError, match="no such file"):
         Callbacks([Vital()], is_main=True).tell("on_step", step_taken(1))
+
+
+class Stopper(Callback):
+    """Stops after the step that follows ``after``."""
+
+    def __init__(self, after=1):
+        self.after = after
+
+    def on_step(self, step):
+        if step.step == self.after:
+            step.ask_to_stop("it is enough")
+
+
+def recipe(folder, *words):
+    return Recipe.load("tests/support/tagging.yaml", *JOB, f"output_dir={folder}", *words)
+
+
+def test_training_that_a_callback_given_from_python_has_ended_goes_on_if_it_changes(tmp_path, capsys):
+    assert [train(recipe(tmp_path), callbacks=[Stopper()]).steps for _ in range(2)] == [2, 2]  # there is nothing left to train
+    assert "change the callbacks" in capsys.readouterr().out
+    assert train(recipe(tmp_path), callbacks=[Stopper(after=3)]).steps == 4
+    assert train(recipe(tmp_path)).steps == 5
+
+
+def test_one_that_must_not_fail_ends_the_run_also_when_it_hears_of_a_checkpoint(tmp_path):
+    class Vital(Callback):
+        must_not_fail = True
+
+        def on_checkpoint(self, checkpoint):
+            raise ValueError(f"no luck with step {checkpoint.step}")
+
+    with pytest.raises(ValueError, match="no luck with step 4"):  # that of the first evaluation
+        train(recipe(tmp_path), callbacks=[Vital()])
+    with pytest.raises(ValueError, match="no luck with step 5"):
+        train(recipe(tmp_path), callbacks=[Vital()])
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_result_is_written_last_and_a_last_checkpoint_that_fails_costs_nothing_else(tmp_path, monkeypatch):
+    def full(tensors, path):
+        if "step_00000005" in str(path):
+            raise OSError(28, "No space left on device")
+        save_file(tensors, path)
+
+    class Looks(Diary):
+        def on_end(self, end):
+            self.was_there = (tmp_path / "result.json").exists()
+            self.heard.append(("on_end", end))
+
+    monkeypatch.setattr("hftune.checkpoints.checkpointer.save_file", full)
+    diary = Looks()
+    with pytest.raises(TrainingError, match=r"Everything is saved except the last checkpoint: .* No space left on device"):
+        train(recipe(tmp_path), callbacks=[diary])
+    assert not diary.was_there and json.loads((tmp_path / "result.json").read_text())["steps"] == 5
+    assert (tmp_path / "model" / "README.md").is_file() and "Finished" in (tmp_path / "report.html").read_text()
+    (*_, (checkpoint, failed), (end, _), (failure, why)) = diary.heard
+    assert (checkpoint, end, failure) == ("on_checkpoint", "on_end", "on_failure")
+    assert failed.step == 5 and "No space left on device. The last intact one is of step 4." in failed.failure
+    assert "except the last checkpoint" in why.reason and not why.is_interruption
+
+
+class Awaits(TrackerBackend):
+    told = []
+
+    def start(self, config, earlier):
+        self.told.append(earlier.awaits_evaluation)
+
+    def log(self, step, values):
+        pass
+
+
+def test_stop_within_an_evaluation_keeps_the_profile_and_leaves_the_evaluation_to_the_next_start(tmp_path):
+    class Kills(Meddler):
+        def on_step(self, step):
+            super().on_step(step)
+            if step.step == 2:  # and then comes the evaluation that Meddler asks for, as eval.every does not
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    words = "train.profile=[1,4]", f"track.with=[{__name__}.Awaits]"
+    with pytest.raises(Interrupted, match="stopped after step 2"):
+        train(recipe(tmp_path, *words), callbacks=[Kills()])
+    assert [path.name for path in (tmp_path / "profile").glob("*.txt")] == ["steps_1-2_process0.txt"]
+    train(recipe(tmp_path, *words))
+    assert Awaits.told == [False, True]
+    assert [line["step"] for line in lines_of(Run(tmp_path)) if "eval/loss" in line] == [2, 4, 5]
+
+
+def test_of_a_failure_trackers_hear_last_as_they_may_wait_for_a_network():
+    heard = []
+
+    class First(Callback):
+        def on_failure(self, failure):
+            heard.append(type(self).__name__)
+
+    class Second(First):
+        pass
+
+    Callbacks([First(), Second()], is_main=True).tell("on_failure", None)
+    assert heard == ["Second", "First"]
 
 
 def test_other_processes_call_those_that_ask_for_it():

@@ -44,7 +44,7 @@ def test_a_run_that_is_stopped_and_resumed_keeps_both_parts(tmp_path):
     stopped = Profiler([2, 4], tmp_path, 0, CPU)
     run(stopped, (1, 2))
     stopped.on_step_begin(StepBegin(3))  # and is stopped before it has computed it
-    stopped.on_end(None)
+    stopped.close()
     run(Profiler([2, 4], tmp_path, 0, CPU), (3, 4, 5))
     run(Profiler([2, 4], tmp_path, 0, CPU), (5, 6))
     assert sorted(path.stem for path in tmp_path.glob("*.txt")) == ["steps_2-2_process0", "steps_3-4_process0"]
@@ -54,7 +54,7 @@ def test_a_run_that_is_stopped_and_resumed_keeps_both_parts(tmp_path):
 def test_without_the_key_nothing_is_profiled(tmp_path):
     profiler = Profiler(None, tmp_path / "profile", 0, CPU)
     run(profiler, range(3))
-    profiler.on_end(None)
+    profiler.close()
     assert not (tmp_path / "profile").exists()
 
 

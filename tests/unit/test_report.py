@@ -415,7 +415,7 @@ def test_report_that_cannot_be_written_gives_one_warning(make_run, monkeypatch, 
     folder = make_run()
     reporter = Report()
     reporter.on_begin(SimpleNamespace(output_dir=folder))
-    monkeypatch.setattr(report, "page", lambda folders: 1 / 0)
+    monkeypatch.setattr(report, "page", lambda *_, **options: 1 / 0)
     for _ in range(2):
         reporter.on_evaluation(SimpleNamespace(split="eval"))
     assert capsys.readouterr().out == (
@@ -427,7 +427,7 @@ def test_report_that_cannot_be_written_gives_one_warning(make_run, monkeypatch, 
 def test_report_that_takes_long_is_written_rarely_but_at_the_end(make_run, monkeypatch):
     folder, now, written = make_run(), [100.0], []
 
-    def slowly(folder):
+    def slowly(folder, result):
         written.append(now[0])
         now[0] += 3.0
 
@@ -437,7 +437,7 @@ def test_report_that_takes_long_is_written_rarely_but_at_the_end(make_run, monke
     reporter.on_begin(SimpleNamespace(output_dir=folder))
     for now[0] in (100.0, 120.0, 159.0, 160.0, 161.0):  # 3 seconds are 5 percent of a minute
         reporter.on_evaluation(SimpleNamespace(split="eval"))
-    reporter.on_end(None)
+    reporter.on_end(SimpleNamespace(result=SimpleNamespace(to_json=dict)))
     assert written == [100.0, 160.0, 161.0]
 
 

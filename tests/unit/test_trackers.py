@@ -365,7 +365,7 @@ def test_tensorboard_shows_tables_images_by_name_and_the_best_value(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     recipe = Recipe(task=Tagging(), output_dir=str(tmp_path), track=TrackConfig(with_=["tensorboard"], notes="A *try*."))
     for step in (0, 1):  # the second time resumed from step 1, after a kill in step 2
-        tracker = Tracker(recipe, is_evaluated=True)
+        tracker = Tracker(recipe)
         tracker.start(step, {})
         for later in range(step + 1, 3):
             tracker.log(later, 0.5, {"train/loss": 2.0 + step})
