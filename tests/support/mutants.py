@@ -47,7 +47,8 @@ NOT_CHANGED = ("demo", "__init__")
 """Files whose names begin so: demo data decide what a demo learns, and nothing that a user trains."""
 MAX_TESTS_S = 60.0
 """Of unit tests for one mutant, by the time that they took when nothing was changed."""
-TIMEOUT_S = 240.0
+TIMEOUT_S = 150.0
+"""Of the unit tests of a mutant; the tests that start processes have three times what they took without a change, and this."""
 SWAPPED: dict[type, type] = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Div, ast.Mod: ast.FloorDiv},
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
@@ -98,7 +99,9 @@ def changes_of(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str, ast.AS
 
 
 def mutants(seed: int, count: int) -> list[dict[str, Any]]:
-    """Return the mutants of a seed: area, file, line, function, what was done, and the file's new text."""
+    """Return the mutants of a seed: area, file, line, function, what was done, and the file's new text. In random order, so
+    that a trial that is broken off has tried some of each area.
+    """
     rng, found = random.Random(seed), []
     for area, (places, share, _) in AREAS.items():
         files = [path for place in places for path in sorted([ROOT / place, *(ROOT / place).glob("*.py")]) if path.is_file()]
@@ -120,6 +123,7 @@ def mutants(seed: int, count: int) -> list[dict[str, Any]]:
                     "text": replaced(path.read_text(), node, f"({text})" if isinstance(node, ast.expr) else text),
                 }
             )
+    rng.shuffle(found)
     return found
 
 
@@ -225,7 +229,7 @@ def record(folder: Path) -> dict[str, list[tuple[float, str]]]:
     return {function: sorted(tests) for function, tests in by_function.items()}
 
 
-def try_mutant(mutant: dict[str, Any], tests: list[tuple[float, str]], folder: Path) -> str | None:
+def try_mutant(mutant: dict[str, Any], tests: list[tuple[float, str]], folder: Path, timeout_s: float) -> str | None:
     """Return what killed a mutant, "unit" or "processes"; None if it lives."""
     tree, log = folder / "tree", folder / "mutant.txt"
     (tree / mutant["file"]).write_text(mutant["text"])
@@ -238,7 +242,7 @@ def try_mutant(mutant: dict[str, Any], tests: list[tuple[float, str]], folder: P
         if chosen and in_fork(lambda: run_tests(tree, chosen), log, TIMEOUT_S) != 0:
             return "unit"
         with_processes = AREAS[mutant["area"]][2]
-        return "processes" if in_fork(lambda: run_tests(tree, with_processes), log, 2 * TIMEOUT_S) != 0 else None
+        return "processes" if in_fork(lambda: run_tests(tree, with_processes), log, timeout_s) != 0 else None
     finally:
         shutil.copyfile(ROOT / mutant["file"], tree / mutant["file"])
 
@@ -255,13 +259,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="hftune-mutants-") as name, arguments.output.open("a") as output:
         folder = Path(name)
         shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(".git", ".venv", "outputs", "site", "__pycache__"))
-        tests = record(folder)
+        tests, timeouts = record(folder), {}
         for area, (_, _, names) in AREAS.items():
-            if in_fork(partial(run_tests, folder / "tree", names), folder / "control.txt", TIMEOUT_S * 4) != 0:
-                sys.exit(f"The tests of {area} fail without any change:\n{(folder / 'control.txt').read_text()[-3000:]}")
-        for mutant in mutants(arguments.seed, arguments.count)[done:]:
             began = time.monotonic()
-            killed = try_mutant(mutant, tests.get(f"{mutant['file']}:{mutant['first']}", []), folder)
+            if in_fork(partial(run_tests, folder / "tree", names), folder / "control.txt", 900.0) != 0:
+                sys.exit(f"The tests of {area} fail without any change:\n{(folder / 'control.txt').read_text()[-3000:]}")
+            timeouts[area] = TIMEOUT_S + 3 * (time.monotonic() - began)
+        for mutant in mutants(arguments.seed, arguments.count)[done:]:
+            began, called_by = time.monotonic(), tests.get(f"{mutant['file']}:{mutant['first']}", [])
+            killed = try_mutant(mutant, called_by, folder, timeouts[mutant["area"]])
             line = {name: value for name, value in mutant.items() if name not in ("text", "first")}
             seconds = round(time.monotonic() - began)
             output.write(json.dumps({**line, "killed": killed, "seconds": seconds}) + "\n")
