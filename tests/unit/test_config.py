@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,140 +112,85 @@ def refusal(*argv: str) -> str:
 # How the layers add up
 
 
-def test_each_layer_overrides_the_one_below(write):
-    write("below.yaml", PLAIN + "train: {batch_size: 64, lr: 0.1, weight_decay: 0.1}")
-    path = write("above.yaml", "base: below.yaml\ntrain: {lr: 0.2, weight_decay: 0.2}")
-    train = Recipe.load(path, "train.weight_decay=0.3").train
-    assert train == TrainConfig(batch_size=64, lr=0.2, weight_decay=0.3)
+BELOW = {
+    "below": PLAIN + "train: {batch_size: 64, lr: 0.25, weight_decay: 0.1, epochs: 7}",
+    "middle": "base: below.yaml\ntrain: {lr: 0.2}",
+    "reports": "task: {type: own_tasks.Reports}",
+    "step": PLAIN + "train: {schedule: step, gamma: 0.5, step_size: 2}",
+    "cosine": PLAIN + "train: {schedule: cosine, min_lr: 1e-6}",
+    "adamw": PLAIN + "train: {optimizer: adamw, betas: [0.9, 0.95], weight_decay: 0.1}",
+}
 
 
-def test_a_base_may_have_a_base(write):
-    write("bottom.yaml", PLAIN + "train: {batch_size: 64, lr: 0.1}")
-    write("middle.yaml", "base: bottom.yaml\ntrain: {lr: 0.2}")
-    path = write("top.yaml", "base: middle.yaml\nseed: 7")
-    recipe = Recipe.load(path)
-    assert (recipe.train.batch_size, recipe.train.lr, recipe.seed) == (64, 0.2, 7)
+@pytest.fixture
+def above(write, own_tasks) -> Callable[[str], Path]:
+    """Return a function that writes a recipe above below.yaml, or above another base that its text names."""
+    for name, text in BELOW.items():
+        write(f"{name}.yaml", text)
+    return lambda text: write("mine.yaml", text if "base:" in text else f"base: below.yaml\n{text}")
 
 
-def test_a_base_may_be_a_shipped_recipe(write):
-    path = write("mine.yaml", "base: yelp_demo\ntrain: {lr: 0.25}")
-    shipped, mine = Recipe.load("yelp_demo"), Recipe.load(path)
-    assert mine.train.lr == 0.25
-    assert (mine.task, mine.eval) == (shipped.task, shipped.eval)
+FILES = "task: {data_files: {train: a.jsonl, eval: b.jsonl}}"
+GPT2 = "task: {model_config: {model_type: gpt2}}"
+SUMS = [
+    # Whose value counts
+    ("train: {lr: 0.5, weight_decay: 0.2}", ["train.weight_decay=0.3"],
+     {"train.batch_size": 64, "train.lr": 0.5, "train.weight_decay": 0.3}),
+    ("base: middle.yaml\nseed: 7", [], {"train.batch_size": 64, "train.lr": 0.2, "seed": 7}),
+    ("base: yelp_demo\ntrain: {lr: 0.5}", [],
+     {"train.lr": 0.5, "eval.metric": "accuracy", "recipe": "mine", "output_dir": "outputs/mine"}),
+    ("train:\n  # lr: 0.5\n", [], {"train.lr": 0.25}),
+    ("", ["train="], {"train.lr": 0.25}),
+    ("base: reports.yaml\ntask: {type: own_tasks.Tuned, path: a}", [], {"task.path": "a"}),
+    ("", ["train.lr=1", "train.lr=2"], {"train.lr": 2.0}),
+    # Types
+    ("train: {lr: 5e-5, weight_decay: 1}", [], {"train.lr": 5e-5, "train.weight_decay": 1.0}),
+    ("", ["train.lr=3e-5"], {"train.lr": 3e-5}),
+    *[(f"train: {{mixed_precision: {word}}}", [], {"train.mixed_precision": "no"})
+      for word in ("no", "'no'", "No", "off", "false")],
+    ("train: {mixed_precision: bf16}", [], {"train.mixed_precision": "bf16"}),
+    ("train: {mixed_precision: bf16}", ["train.mixed_precision=no"], {"train.mixed_precision": "no"}),
+    *[(f"train: {{packing: {word}}}", [], {"train.packing": "off"}) for word in ("off", "'off'", "false")],
+    ("train: {betas: [0.8, 0.95]}", [], {"train.betas": (0.8, 0.95)}),
+    ("", ["train.betas=[0.7,0.9]"], {"train.betas": (0.7, 0.9)}),
+    ("", ["train.betas=[0,0]"], {"train.betas": (0.0, 0.0)}),
+    ("train: {clip_norm: null, max_steps: 5}", ["train.max_steps=null"], {"train.clip_norm": None, "train.max_steps": None}),
+    ("track: {with: [wandb]}", [], {"track.with_": ["wandb"]}),
+    ("track: {with: [wandb]}", ["track.with=[tensorboard,wandb]"], {"track.with_": ["tensorboard", "wandb"]}),
+    ("track: {with: [wandb]}", ["track.with=[]"], {"track.with_": []}),
+    ("", ["train.batch_size=8", "train.micro_batch_size=8"], {"train.max_rows": 8}),
+    ("", ["track.run_name='1:30'", "seed=0", "task.label_names=['01','02']"],
+     {"track.run_name": "1:30", "seed": 0, "task.label_names": ["01", "02"]}),
+    # Free mappings
+    ("", ["task.model_config.hidden_size=32", "task.model_config.x=1"],
+     {"task.model_config": {"model_type": "bert", "hidden_size": 32, "x": 1}}),
+    ("", ["task.data_files.train=a", "task.data_files.eval=[b,c]"], {"task.data_files": {"train": "a", "eval": ["b", "c"]}}),
+    (FILES, [], {"task.data_files": {"train": "a.jsonl", "eval": "b.jsonl"}}),
+    (FILES, ["task.data_files=null", "task.model_config=null"], {"task.data_files": None, "task.model_config": {}}),
+    # References
+    ("", ["train.micro_batch_size=${train.batch_size}", "train.batch_size=16"], {"train.micro_batch_size": 16}),
+    ("", ["output_dir=runs/${recipe}-${seed}-${train.batch_size}"], {"output_dir": "runs/mine-42-64"}),
+    # What a base brings along
+    (GPT2, [], {"task.model_config": {"model_type": "gpt2", "hidden_size": 16}}),
+    (f"replace: [task.model_config]\n{GPT2}", [], {"task.model_config": {"model_type": "gpt2"}, "train.lr": 0.25}),
+    ("replace: [task.model_config.hidden_size, train]", [],
+     {"task.model_config": {"model_type": "bert"}, "train": TrainConfig()}),
+    ("replace: [task]\ntask: {type: own_tasks.Tuned, path: a}", [], {"task.path": "a", "train.lr": 0.25}),
+    (PLAIN + "# base: none", ["replace=[task.model_config]", "task.model_config={model_type: gpt2}"],
+     {"task.model_config": {"model_type": "gpt2"}}),
+    ("base: step.yaml", ["train.schedule=linear"], {"train.schedule": "linear", "train.gamma": None, "train.step_size": 1}),
+    ("base: cosine.yaml\ntrain: {schedule: constant}", [], {"train.min_lr": 0.0}),
+    ("base: cosine.yaml\ntrain: {schedule: linear}", [], {"train.min_lr": 1e-6}),
+    ("base: adamw.yaml\ntrain: {optimizer: torch.optim.RMSprop}", [], {"train.betas": (0.9, 0.999), "train.weight_decay": 0.1}),
+]  # fmt: skip
 
 
-def test_a_recipe_is_named_after_its_file_and_not_after_its_base(write):
-    recipe = Recipe.load(write("mine.yaml", "base: yelp_demo"))
-    assert (recipe.recipe, recipe.output_dir) == ("mine", "outputs/mine")
-
-
-def test_a_section_whose_keys_are_all_commented_out_keeps_those_of_its_base(write):
-    write("below.yaml", PLAIN + "train: {lr: 0.25}")
-    path = write("above.yaml", "base: below.yaml\ntrain:\n  # lr: 0.5\n")
-    assert Recipe.load(path).train.lr == 0.25
-
-
-def test_an_empty_override_of_a_section_sets_nothing(write):
-    path = write("plain.yaml", PLAIN + "train: {lr: 0.25}")
-    assert Recipe.load(path, "train=").train.lr == 0.25
-
-
-def test_a_base_can_set_the_task_and_the_recipe_above_another_one(write, own_tasks):
-    write("below.yaml", "task: {type: own_tasks.Reports}")
-    path = write("above.yaml", "base: below.yaml\ntask: {type: own_tasks.Tuned, path: a}")
-    assert type(Recipe.load(path).task).__name__ == "Tuned"
-
-
-def test_the_last_of_two_overrides_of_a_key_counts(plain):
-    assert Recipe.load(plain, "train.lr=1", "train.lr=2").train.lr == 2
-
-
-def test_arguments_are_read_in_any_order(plain):
-    recipe = Recipe.from_argv(["train.lr=0.25", f"recipe={plain}", "seed=7"])
-    assert (recipe.train.lr, recipe.seed) == (0.25, 7)
-
-
-# Types
-
-
-def test_yaml_numbers_without_a_dot_are_floats(write):
-    recipe = Recipe.load(write("plain.yaml", PLAIN + "train: {lr: 5e-5, weight_decay: 1}"))
-    assert (recipe.train.lr, recipe.train.weight_decay) == (5e-5, 1.0)
-    assert type(recipe.train.lr) is type(recipe.train.weight_decay) is float
-
-
-def test_an_override_without_a_dot_is_a_float(plain):
-    lr = Recipe.load(plain, "train.lr=3e-5").train.lr
-    assert (lr, type(lr)) == (3e-5, float)
-
-
-@pytest.mark.parametrize("spelling", ["no", "'no'", "No", "off", "false"])
-def test_mixed_precision_no_is_the_word_no_in_a_file(write, spelling):
-    path = write("plain.yaml", PLAIN + f"train: {{mixed_precision: {spelling}}}")
-    assert Recipe.load(path, "train.num_workers=1").train.mixed_precision == "no"
-
-
-def test_mixed_precision_no_is_the_word_no_on_the_command_line(write):
-    path = write("plain.yaml", PLAIN + "train: {mixed_precision: bf16}")
-    assert Recipe.load(path).train.mixed_precision == "bf16"
-    assert Recipe.load(path, "train.mixed_precision=no").train.mixed_precision == "no"
-
-
-@pytest.mark.parametrize("spelling", ["off", "'off'", "false"])
-def test_packing_off_is_the_word_off(write, spelling):
-    path = write("plain.yaml", PLAIN + f"train: {{packing: {spelling}}}")
-    assert Recipe.load(path).train.packing == "off"
-
-
-def test_betas_are_a_pair_of_floats(write):
-    path = write("plain.yaml", PLAIN + "train: {betas: [0.8, 0.95]}")
-    assert Recipe.load(path).train.betas == (0.8, 0.95)
-    assert Recipe.load(path, "train.betas=[0.7,0.9]").train.betas == (0.7, 0.9)
-    assert Recipe.load(path, "train.betas=[0,0]").train.betas == (0.0, 0.0)
-
-
-def test_null_clears_an_optional_value(write):
-    path = write("plain.yaml", PLAIN + "train: {clip_norm: null, max_steps: 5}")
-    assert Recipe.load(path).train.clip_norm is None
-    assert Recipe.load(path, "train.max_steps=null").train.max_steps is None
-
-
-def test_track_with_is_the_field_with_underscore(write):
-    path = write("plain.yaml", PLAIN + "track: {with: [wandb]}")
-    assert Recipe.load(path).track.with_ == ["wandb"]
-    assert Recipe.load(path, "track.with=[tensorboard,wandb]").track.with_ == ["tensorboard", "wandb"]
-    assert Recipe.load(path, "track.with=[]").track.with_ == []
-
-
-def test_an_override_adds_to_a_free_mapping(plain):
-    task = Recipe.load(plain, "task.model_config.hidden_size=32", "task.model_config.num_hidden_layers=1").task
-    assert task.model_config == {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1}
-
-
-def test_an_override_fills_a_free_mapping_that_is_null(plain):
-    task = Recipe.load(plain, "task.data_files.train=a.jsonl", "task.data_files.eval=[b.jsonl,c.jsonl]").task
-    assert task.data_files == {"train": "a.jsonl", "eval": ["b.jsonl", "c.jsonl"]}
-
-
-def test_a_file_fills_a_free_mapping_that_is_null(write):
-    path = write("files.yaml", PLAIN + "  data_files: {train: a.jsonl, eval: b.jsonl}")
-    assert Recipe.load(path).task.data_files == {"train": "a.jsonl", "eval": "b.jsonl"}
-
-
-def test_null_clears_an_optional_free_mapping(write):
-    path = write("files.yaml", PLAIN + "  data_files: {train: a.jsonl, eval: b.jsonl}")
-    assert Recipe.load(path, "task.data_files=null").task.data_files is None
-    assert Recipe.load(path, "task.model_config=null").task.model_config == {}  # out goes what a base has put there
-
-
-def test_a_value_may_refer_to_another_one(plain):
-    recipe = Recipe.load(plain, "train.micro_batch_size=${train.batch_size}", "train.batch_size=16")
-    assert recipe.train.micro_batch_size == 16
-
-
-def test_a_value_may_refer_to_a_key_at_the_top(plain):
-    recipe = Recipe.load(plain, "output_dir=runs/${recipe}-${seed}-${train.batch_size}")
-    assert recipe.output_dir == "runs/plain-42-32"
+@pytest.mark.parametrize(("text", "words", "expected"), SUMS)
+def test_files_and_words_add_up_to_these_values(above, text, words, expected):
+    recipe = Recipe.from_argv([*words, f"recipe={above(text)}"])
+    for key, value in expected.items():
+        found = attrgetter(key)(recipe)
+        assert (found, type(found)) == (value, type(value)), key
 
 
 def test_a_task_of_ones_own_has_its_fields_as_keys(write, own_tasks):
@@ -252,6 +198,8 @@ def test_a_task_of_ones_own_has_its_fields_as_keys(write, own_tasks):
     recipe = Recipe.load(path, "task.size=[4,5]", "task.options.b.c=2")
     recipe.validate()
     assert vars(recipe.task) == {"path": "here", "size": (4, 5), "options": {"a": 1, "b": {"c": 2}}}
+    assert recipe.to_dict()["task"]["type"] == "own_tasks.Tuned"
+    assert Recipe.load(write("recipe.yaml", recipe.to_yaml())) == recipe
 
 
 # The resolved recipe
@@ -277,13 +225,6 @@ def test_every_shipped_recipe_is_equal_after_a_round_trip(name, write):
     assert Recipe.load(write("recipe.yaml", recipe.to_yaml())) == recipe
 
 
-def test_a_resolved_recipe_keeps_its_name_and_its_output_folder(plain, write):
-    recipe = Recipe.from_argv([f"recipe={plain}"])
-    again = Recipe.from_argv([f"recipe={write('recipe.yaml', recipe.to_yaml())}"])
-    assert again == recipe
-    assert (again.recipe, again.output_dir) == ("plain", "outputs/plain")
-
-
 def test_a_resolved_recipe_holds_every_override(plain, write):
     overrides = [
         "seed=7",
@@ -303,26 +244,12 @@ def test_a_resolved_recipe_holds_every_override(plain, write):
     assert again == recipe
     assert again.task.label_names == ["1", "no", "null text", "a: b", "ä", ""]
     assert (again.train.betas, again.train.mixed_precision, again.track.run_name) == ((0.5, 0.75), "no", "1e-3")
-
-
-def test_a_resolved_recipe_names_a_task_of_ones_own(write, own_tasks):
-    recipe = Recipe.load(write("mine.yaml", "task: {type: own_tasks.Tuned, path: here, size: [4, 5]}"))
-    assert recipe.to_dict()["task"]["type"] == "own_tasks.Tuned"
-    assert Recipe.load(write("recipe.yaml", recipe.to_yaml())) == recipe
-
-
-def test_a_resolved_recipe_spells_with_as_users_do(plain):
-    track = Recipe.load(plain, "track.with=[wandb]").to_dict()["track"]
-    assert track["with"] == ["wandb"] and "with_" not in track
+    assert (again.recipe, again.output_dir, recipe.to_dict()["track"]["with"]) == ("plain", "elsewhere", ["wandb"])
 
 
 def test_a_model_to_register_must_be_uploaded(plain):
-    with pytest.raises(ConfigError) as caught:
-        Recipe.load(plain, "track.with=[mlflow]", "track.upload=none", "track.register=stars").validate()
-    assert "track.register=stars needs the best model, which track.upload=none keeps here. Set it to best." in str(caught.value)
-    with pytest.raises(ConfigError) as caught:
-        Recipe.load(plain, "track.upload=bset").validate()
-    assert "track.upload='bset' is not one of none, best, all. Did you mean 'best'?" in str(caught.value)
+    said = refusal(f"recipe={plain}", "track.with=[mlflow]", "track.upload=none", "track.register=stars")
+    assert "track.register=stars" in said and "track.upload=none" in said and said.endswith("Set it to best.")
 
 
 # Which recipe
@@ -370,9 +297,90 @@ def test_a_recipe_that_cannot_be_read_says_which_and_why(write, tmp_path, monkey
 # Arguments
 
 
-@pytest.mark.parametrize("word", ["train.lr", "--lr=3", "=3", "train.lr =3", "yelp", "train[lr]=3"])
-def test_an_argument_of_another_form_is_refused(plain, word):
-    assert refusal(f"recipe={plain}", word) == f"{word!r} is not of the form section.key=value, such as train.lr=3e-5."
+# Keys
+
+
+# Words, keys and values
+
+
+NO_KEY = "is not a key of a recipe. Did you mean "
+WRONG_WORDS = [
+    *[(word, f"{word!r} is not of the form section.key=value")
+      for word in ("train.lr", "--lr=3", "=3", "train.lr =3", "train[lr]=3")],
+    ("train.lr=[", "train.lr=[ cannot be read: did not find expected node content."),
+    ("train.lr={a", "train.lr={a cannot be read: did not find expected ',' or '}'."),
+    ("train.lr='a", "train.lr='a cannot be read: found unexpected end of stream."),
+    *[
+        (f"{key}=1", f"{key} {NO_KEY}'{near}'?")
+        for key, near in {
+            "train.lrr": "train.lr", "task.max_lenght": "task.max_length", "track.projekt": "track.project",
+            "outputdir": "output_dir", "trian.lr": "train.lr", "evl.batch_size": "eval.batch_size", "eval.lr": "train.lr",
+            "train.max_length": "task.max_length", "lr": "train.lr", "batch_size": "train.batch_size", "model": "task.model",
+            "with": "track.with",
+            # as other toolkits and Trainer call them
+            "train.learning_rate": "train.lr", "num_train_epochs": "train.epochs", "optim": "train.optimizer",
+            "train.warmup_steps": "train.warmup_ratio", "train.gradient_accumulation_steps": "train.batch_size",
+            "train.bf16": "train.mixed_precision", "train.save_total_limit": "checkpoint.keep",
+            "train.metric_for_best_model": "eval.metric", "train.resume_from_checkpoint": "resume",
+        }.items()
+    ],
+    ("track.xyz=1", "Keys of track: with, project, run_name, entity, group, tags, notes, job_type, upload, register."),
+    ("xyz=1", SECTIONS),
+    ("xyz.uvw=1", SECTIONS),
+    ("train.lr=abc", "train.lr='abc' is not a number, such as 5e-05."),
+    *[(f"train.lr={text}", "is not a number") for text in ("[1]", "true", "null")],
+    ("train.batch_size=1.5", "is not a whole number, such as 32."),
+    ("train.micro_batch_size=many", "is not a whole number, nor auto. null: 8,"),
+    ("train.profile=5", "is not a list such as [a,b] or null."),
+    ("train.profile=[3, 2]", "must be the first and the last step"),
+    ("train.profile=[1, 2, 3]", "must be the first and the last step"),
+    ("train.clip_norm=big", "is not a number or null, such as 1.0."),
+    ("train.compile=2", "is not true or false."),
+    ("eval.greater_is_better=0.5", "is not true or false or null."),
+    ("train.betas=[0.9]", "is not a list of 2 numbers, such as [0.9,0.999]."),
+    ("train.betas=[0.9,x]", "is not a list of 2 numbers"),
+    ("eval.metric=[a]", "is not a string, such as loss."),
+    ("track.with=wandb", "is not a list such as [a,b]."),
+    ("task.label_names=a", "is not a list such as [a,b] or null."),
+    ("task.data_files=a.jsonl", "is not a section of keys or null."),
+    ("seed=x", "is not a whole number, such as 42."),
+    ("train.schedule=cosin", "is not one of linear, cosine, constant, step,"),
+    ("train.schedule=cosin", "nor a dotted path such as my_module.my_schedule. Did you mean 'cosine'?"),
+    ("train.schedule=null", "is not a string, such as linear."),
+    ("train.optimizer=AdamW", "Did you mean 'adamw'?"),
+    ("train.mixed_precision=fp61", "is not one of no, bf16, fp16, auto. Did you mean 'fp16'?"),
+    ("train.mixed_precision=true", "is not one of no, bf16, fp16, auto."),
+    ("train.packing=on", "is not one of auto, off."),
+    ("track.with=[wanb]", "Did you mean 'wandb'?"),
+    ("track.upload=bset", "is not one of none, best, all. Did you mean 'best'?"),
+    ("adapter.targets=[]", "is neither all-linear nor a list of names"),
+    ("train.parts=64", "is larger than train.batch_size=32"),
+    ("train.micro_batch_size=33", "is larger than train.batch_size=32"),
+    ("train.lr=nan", "must be above 0 and finite."),
+    ("train.weight_decay=inf", "must be at least 0 and finite."),
+    ("train.betas=[0.9,1]", "each must be in [0, 1)."),
+    ("train.clip_norm=0", "must be above 0. null: no clipping."),
+    ("seed=4294967296", "must be in [0, 4294967295]."),
+    ("task.max_length=2", "must be at least 3."),
+    *[(f"eval.every={text}", "is neither a number of steps") for text in ("0", "0 epochs", "'20'", "epoch 2")],
+    *[(f"{key}=${{train.nope}}", f"{key}: Interpolation key 'train.nope' not found.") for key in ("train.lr", "seed")],
+    *[
+        (f"train.epochs={text}", f"YAML reads {text} as the number {number}. Write {number}, or put a text in")
+        for text, number in {"1:30": 90, "010": 8, "1:30.5": 90.5, "-1:00": -60}.items()
+    ],
+    ("train.momentum=0.9", "train.momentum=0.9 needs train.optimizer=sgd, not adamw."),
+    ("train.optimizer_args={lr: 0.1}", "train.optimizer_args.lr does not belong there: set train.lr instead."),
+    ("train.optimizer_args={betas: 1}", "train.optimizer_args.betas does not belong there: set train.betas instead."),
+    ("train.gamma=0.5", "train.gamma=0.5 needs train.schedule=step, not linear."),
+    ("eval.metrics=[f1,f1]", "eval.metrics=['f1', 'f1'] names f1 twice."),
+    ("yelp_demo", "'yelp_demo' is not of the form section.key=value"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("word", "hint"), WRONG_WORDS)
+def test_a_wrong_word_is_named_with_its_key_and_what_would_fit(plain, word, hint):
+    said = refusal(f"recipe={plain}", "seed=7", word, "train.num_workers=0")
+    assert hint in said and word.partition("=")[0] in said and "\n" not in said
 
 
 def test_a_list_of_arguments_is_to_be_unpacked(plain):
@@ -380,118 +388,38 @@ def test_a_list_of_arguments_is_to_be_unpacked(plain):
         Recipe.load(plain, ["train.lr=1", "seed=2"])
 
 
-@pytest.mark.parametrize(
-    ("word", "reason"),
-    [
-        ("train.lr=[", "did not find expected node content"),
-        ("train.lr={a", "did not find expected ',' or '}'"),
-        ("train.lr='a", "found unexpected end of stream"),
-    ],
-)
-def test_a_value_that_cannot_be_read_is_told_from_the_others_in_one_line(plain, word, reason):
-    assert refusal(f"recipe={plain}", "seed=7", word, "train.epochs=2") == f"{word} cannot be read: {reason}."
+def test_a_recipe_without_its_key_is_understood(tmp_path):
+    (tmp_path / "recipe.yaml").touch()
+    assert refusal(str(tmp_path)).endswith(f" Did you mean recipe={tmp_path}/recipe.yaml?")
+    assert refusal("yelp_demo").endswith(" Did you mean recipe=yelp_demo?")
 
 
-# Keys
+WRONG_FILES = [
+    ("base: below.yaml\ntrain: {lrr: 1}", [], "train.lrr is not a key of a recipe. Did you mean 'train.lr'? (HERE/mine.yaml)"),
+    ("base: wrong.yaml\nseed: 7", [], "train.lrr is not a key of a recipe. Did you mean 'train.lr'? (HERE/wrong.yaml)"),
+    ("train: 3", [], "train=3 must be a section of keys, such as train.epochs=... (HERE/mine.yaml)"),
+    ("train: [a]", [], "train=['a'] must be a section of keys"),
+    ("track: wandb", [], "track='wandb' must be a section of keys, such as track.with=... (HERE/mine.yaml)"),
+    ("train: {lr: abc}", [], "train.lr='abc' is not a number, such as 5e-05. (HERE/mine.yaml)"),
+    ("train:\n  epochs: 1:30\n", [], "put a text in quotes: '1:30'. (HERE/mine.yaml)"),
+    ("train: {batch_size: 0}", [], "train.batch_size=0 must be at least 1. (HERE/mine.yaml)"),
+    ("train: {micro_batch_size: 9}", ["train.batch_size=8"], "train.micro_batch_size=9 is larger than train.batch_size=8"),
+    ("train: {micro_batch_size: 9}", ["train.batch_size=8"],
+     "(train.batch_size: the command line; train.micro_batch_size: HERE/mine.yaml)"),
+    ("task: {model: ./nowhere}", [], "task.model=./nowhere: there is no such folder. (HERE/mine.yaml)"),
+    ("replace: [task.modelconfig]", [], "is not a key of a recipe. Did you mean 'task.model_config'? (HERE/mine.yaml)"),
+    ("replace: task", [], "replace='task' is not a list of keys, such as [task.model_config]. (HERE/mine.yaml)"),
+    ("replace: [1]", [], "replace=[1] is not a list of keys"),
+    (PLAIN + "replace: [train]  # base: none", [], "replace=['train'] has no effect without a base. (HERE/mine.yaml)"),
+    ("train: {schedule: linear}", ["train.gamma=0.5"], "(train.schedule: HERE/mine.yaml; train.gamma: the command line)"),
+    ("replace: [task.model_config]", [], "task.model=null builds a new model: set task.model_config.model_type"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("key", "hint"),
-    [
-        ("train.lrr", "Did you mean 'train.lr'?"),
-        ("task.max_lenght", "Did you mean 'task.max_length'?"),
-        ("track.projekt", "Did you mean 'track.project'?"),
-        ("outputdir", "Did you mean 'output_dir'?"),
-        ("trian.lr", "Did you mean 'train.lr'?"),
-        ("evl.batch_size", "Did you mean 'eval.batch_size'?"),
-        ("eval.lr", "Did you mean 'train.lr'?"),
-        ("train.max_length", "Did you mean 'task.max_length'?"),
-        ("lr", "Did you mean 'train.lr'?"),
-        ("batch_size", "Did you mean 'train.batch_size'?"),
-        ("model", "Did you mean 'task.model'?"),
-        ("with", "Did you mean 'track.with'?"),
-        ("track.xyz", "Keys of track: with, project, run_name, entity, group, tags, notes, job_type, upload, register."),
-        ("xyz", SECTIONS),
-        ("xyz.uvw", SECTIONS),
-    ],
-)
-def test_unknown_key_suggests_the_nearest_valid_one_or_lists_those_there_are(plain, key, hint):
-    assert refusal(f"recipe={plain}", f"{key}=1") == f"{key} is not a key of a recipe. {hint}"
-
-
-def test_an_unknown_key_in_a_file_names_the_file(write):
-    path = write("mine.yaml", PLAIN + "train: {lrr: 1}")
-    assert refusal(f"recipe={path}") == f"train.lrr is not a key of a recipe. Did you mean 'train.lr'? ({path})"
-
-
-def test_an_unknown_key_in_a_base_names_the_base(write):
-    below = write("below.yaml", PLAIN + "train: {lrr: 1}")
-    path = write("above.yaml", "base: below.yaml\nseed: 7")
-    assert refusal(f"recipe={path}") == f"train.lrr is not a key of a recipe. Did you mean 'train.lr'? ({below})"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("train: 3", "train=3 must be a section of keys, such as train.epochs=..."),
-        ("train: [a]", "train=['a'] must be a section of keys, such as train.epochs=..."),
-        ("track: wandb", "track='wandb' must be a section of keys, such as track.with=..."),
-    ],
-)
-def test_a_section_that_is_none_is_refused(write, text, message):
-    write("below.yaml", PLAIN)
-    path = write("mine.yaml", f"base: below.yaml\n{text}")
-    assert refusal(f"recipe={path}") == f"{message} ({path})"
-
-
-# Values
-
-
-@pytest.mark.parametrize(
-    ("word", "hint"),
-    [
-        ("train.lr=abc", "is not a number, such as 5e-05."),
-        ("train.lr=[1]", "is not a number"),
-        ("train.lr=true", "is not a number"),
-        ("train.lr=null", "is not a number"),
-        ("train.batch_size=1.5", "is not a whole number, such as 32."),
-        ("train.micro_batch_size=many", "is not a whole number, nor auto. null: 8,"),
-        ("train.profile=5", "is not a list such as [a,b] or null."),
-        ("train.profile=[3, 2]", "must be the first and the last step"),
-        ("train.profile=[1, 2, 3]", "must be the first and the last step"),
-        ("train.clip_norm=big", "is not a number or null, such as 1.0."),
-        ("train.compile=2", "is not true or false."),
-        ("eval.greater_is_better=0.5", "is not true or false or null."),
-        ("train.betas=[0.9]", "is not a list of 2 numbers, such as [0.9,0.999]."),
-        ("train.betas=[0.9,x]", "is not a list of 2 numbers"),
-        ("eval.metric=[a]", "is not a string, such as loss."),
-        ("track.with=wandb", "is not a list such as [a,b]."),
-        ("task.label_names=a", "is not a list such as [a,b] or null."),
-        ("task.data_files=a.jsonl", "is not a section of keys or null."),
-        ("seed=x", "is not a whole number, such as 42."),
-        ("train.schedule=cosin", "is not one of linear, cosine, constant, step,"),
-        ("train.schedule=cosin", "nor a dotted path such as my_module.my_schedule. Did you mean 'cosine'?"),
-        ("train.schedule=null", "is not a string, such as linear."),
-        ("train.optimizer=AdamW", "Did you mean 'adamw'?"),
-        ("train.mixed_precision=fp61", "is not one of no, bf16, fp16, auto. Did you mean 'fp16'?"),
-        ("train.mixed_precision=true", "is not one of no, bf16, fp16, auto."),
-        ("train.packing=on", "is not one of auto, off."),
-        ("track.with=[wanb]", "Did you mean 'wandb'?"),
-        ("adapter.targets=[]", "is neither all-linear nor a list of names"),
-        ("train.parts=64", "is larger than train.batch_size=32"),
-        ("train.micro_batch_size=33", "is larger than train.batch_size=32"),
-        ("train.lr=nan", "must be above 0 and finite."),
-        ("train.weight_decay=inf", "must be at least 0 and finite."),
-        ("train.betas=[0.9,1]", "each must be in [0, 1)."),
-        ("train.clip_norm=0", "must be above 0. null: no clipping."),
-        ("seed=4294967296", "must be in [0, 4294967295]."),
-        ("task.max_length=2", "must be at least 3."),
-        *[(f"eval.every={word}", "is neither a number of steps") for word in ("0", "0 epochs", "'20'", "epoch 2")],
-    ],
-)
-def test_a_value_that_cannot_be_is_named_with_its_key_and_what_would_fit(plain, word, hint):
-    said = refusal(f"recipe={plain}", word)
-    assert said.startswith(f"{word.partition('=')[0]}=") and hint in said and "\n" not in said
+@pytest.mark.parametrize(("text", "words", "hint"), WRONG_FILES)
+def test_what_is_wrong_in_a_file_is_named_with_the_file_it_comes_from(above, write, tmp_path, text, words, hint):
+    write("wrong.yaml", PLAIN + "train: {lrr: 1}")
+    assert hint in refusal(f"recipe={above(text)}", *words).replace(str(tmp_path), "HERE")
 
 
 @pytest.mark.parametrize(
@@ -535,21 +463,8 @@ def test_a_formatted_value_is_read_back_as_the_same_value(plain):
     assert math.isnan(Recipe.load(plain, f"train.optimizer_args.a={format_value(math.nan)}").train.optimizer_args["a"])
 
 
-def test_a_wrong_type_in_a_file_names_the_file(write):
-    path = write("mine.yaml", PLAIN + "train: {lr: abc}")
-    assert refusal(f"recipe={path}") == f"train.lr='abc' is not a number, such as 5e-05. ({path})"
-
-
-def test_a_micro_batch_as_large_as_the_batch_is_accepted(plain):
-    assert Recipe.load(plain, "train.batch_size=8", "train.micro_batch_size=8").train.max_rows == 8
-
-
-@pytest.mark.parametrize("key", ["train.lr", "seed"])
-def test_a_reference_to_nothing_names_the_key_that_holds_it(plain, key):
-    assert refusal(f"recipe={plain}", f"{key}=${{train.nope}}") == f"{key}: Interpolation key 'train.nope' not found."
-
-
 def test_all_problems_are_listed_at_once(plain):
+    """Those of words, keys and values at once; and then those of what the recipe names."""
     words = [
         "train.lr=abc",
         "train.lrr=1",
@@ -557,29 +472,22 @@ def test_all_problems_are_listed_at_once(plain):
         "train.clip_norm=-1",
         "eval.every=sometimes",
         "track.with=[x]",
-        "seed=-1",
     ]
-    assert refusal(f"recipe={plain}", *words) == (
-        "Recipe 'plain' has 7 problems:\n"
-        "  train.lr='abc' is not a number, such as 5e-05.\n"
-        "  train.lrr is not a key of a recipe. Did you mean 'train.lr'?\n"
-        "  seed=-1 must be in [0, 4294967295].\n"
-        "  train.batch_size=0 must be at least 1.\n"
-        "  train.clip_norm=-1.0 must be above 0. null: no clipping.\n"
-        "  eval.every='sometimes' is neither a number of steps, such as 500, nor epoch, '2 epochs', '30 min' or never.\n"
-        "  track.with='x' is not one of wandb, mlflow, tensorboard, trackio, swanlab, comet_ml, aim, clearml, dvclive, nor a dotted path such as my_module.MyTracker."
-    )
-
-
-def test_all_that_a_recipe_names_wrongly_is_listed_at_once(plain):
-    words = ["task.model=./nowhere", "eval.metric=acuracy"]
-    assert refusal(f"recipe={plain}", *words) == (
-        "Recipe 'plain' has 2 problems:\n"
-        "  task.model=./nowhere: there is no such folder.\n"
-        "  eval.metric='acuracy' is not computed by SequenceClassification. "
-        "It computes: loss, accuracy, macro_f1, mcc, micro_f1, auroc, exact_match, rmse, mae, pearson, spearman. "
-        "Did you mean 'accuracy'?"
-    )
+    head, *problems = refusal(f"recipe={plain}", *words, "seed=-1").splitlines()
+    assert head == "Recipe 'plain' has 7 problems:"
+    keys = [
+        "train.lr='abc'",
+        "train.lrr",
+        "seed=-1",
+        "train.batch_size=0",
+        "train.clip_norm=-1.0",
+        "eval.every=",
+        "track.with=",
+    ]
+    assert [problem.startswith(f"  {key}") for problem, key in zip(problems, keys, strict=True)] == [True] * 7
+    head, model, metric = refusal(f"recipe={plain}", "task.model=./nowhere", "eval.metric=acuracy").splitlines()
+    assert (head, model) == ("Recipe 'plain' has 2 problems:", "  task.model=./nowhere: there is no such folder.")
+    assert metric.startswith("  eval.metric='acuracy' is not computed by") and metric.endswith("Did you mean 'accuracy'?")
 
 
 @pytest.mark.parametrize(
@@ -599,71 +507,46 @@ def test_code_meets_the_same_sentence_as_the_command_line(plain, build, words):
 
 # Tasks
 
-MISSING_TYPE = "task.type is missing. Name a class of hftune.tasks, such as SequenceClassification, or your own."
-
-
-@pytest.mark.parametrize("text", ["seed: 1", "task: {model: a}", "task:", "task: 3", "task: [a]", ""])
-def test_a_recipe_without_a_task_type_is_refused(write, text):
-    assert refusal(f"recipe={write('mine.yaml', text)}") == MISSING_TYPE
-
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("text", "hint"),
     [
-        (
-            "SequenceClasification",
-            "task.type=SequenceClasification cannot be imported: module 'hftune.tasks' has no attribute "
-            f"'SequenceClasification'. {TASKS} Did you mean 'SequenceClassification'?",
-        ),
-        (
-            "no_such_module.Thing",
-            f"task.type=no_such_module.Thing cannot be imported: No module named 'no_such_module'. {TASKS}",
-        ),
-        (
-            "own_tasks.Nothing",
-            f"task.type=own_tasks.Nothing cannot be imported: module 'own_tasks' has no attribute 'Nothing'. {TASKS}",
-        ),
-        (
-            ".Thing",
-            f"task.type=.Thing cannot be imported: Empty module name. {TASKS}",
-        ),
-        ("own_tasks.NoTask", "task.type=own_tasks.NoTask is not a subclass of hftune.Task."),
-        ("own_tasks.NoDataclass", "task.type=own_tasks.NoDataclass must be a dataclass: write @dataclass above the class."),
-        ("own_tasks.Unfinished", "task.type=own_tasks.Unfinished must define: build_model, loss."),
-        ("own_tasks.Unreadable", "task.type=own_tasks.Unreadable: a key cannot be of the type set."),
+        *[(text, "task.type is missing.") for text in ("seed: 1", "task: {model: a}", "task:", "task: 3", "task: [a]", "")],
+        ("SequenceClasification", f"{TASKS} Did you mean 'SequenceClassification'?"),
+        ("no_such_module.Thing", f"cannot be imported: No module named 'no_such_module'. {TASKS}"),
+        ("own_tasks.Nothing", "cannot be imported: module 'own_tasks' has no attribute 'Nothing'."),
+        (".Thing", "cannot be imported: Empty module name."),
+        ("own_tasks.NoTask", "is not a subclass of hftune.Task."),
+        ("own_tasks.NoDataclass", "must be a dataclass: write @dataclass above the class."),
+        ("own_tasks.Unfinished", "must define: build_model, loss."),
+        ("own_tasks.Unreadable", "a key cannot be of the type set."),
         ("own_tasks.Tuned", "task.path is missing. It has no default: set task.path=..."),
     ],
 )
-def test_a_task_type_that_cannot_be_used_says_why(write, own_tasks, name, message):
-    path = write("mine.yaml", f"task: {{type: {name}}}")
-    assert refusal(f"recipe={path}") == message
-
-
-def test_a_metric_that_the_task_does_not_compute_is_refused(plain):
-    known = "It computes: loss, accuracy, macro_f1, mcc, micro_f1, auroc, exact_match, rmse, mae, pearson, spearman"
-    said = "eval.metric={} is not computed by SequenceClassification. " + known
-    assert refusal(f"recipe={plain}", "eval.metric=acuracy") == said.format("'acuracy'") + ". Did you mean 'accuracy'?"
-    assert refusal(f"recipe={plain}", "eval.metric=rouge") == said.format("'rouge'") + "."
-    known = "It computes: loss, accuracy, macro_f1, mcc, mae."
-    words = ("eval.metric=rouge", "task.ordinal=true", "task.problem_type=single_label_classification")
-    assert refusal(f"recipe={plain}", *words).endswith(known)
-
-
-def test_a_metric_of_a_task_of_ones_own_is_checked_too(write, own_tasks):
-    path = write("mine.yaml", "task: {type: own_tasks.Reports}\neval: {metric: f2}")
-    said = f"eval.metric='f2' is not computed by Reports. It computes: loss, f1, length. ({path})"
-    assert refusal(f"recipe={path}") == said
+def test_a_task_type_that_cannot_be_used_says_why(write, own_tasks, text, hint):
+    is_name = text and text[0] not in "ts"
+    assert hint in refusal(f"recipe={write('mine.yaml', f'task: {{type: {text}}}' if is_name else text)}")
 
 
 @pytest.mark.parametrize(
-    ("metric", "said", "better"),
-    [("accuracy", "false", "greater"), ("mae", "true", "smaller"), ("loss", "true", "smaller")],
+    ("recipe", "words", "known"),
+    [
+        ("plain.yaml", ["eval.metric=rouge"], "It computes: loss, accuracy, macro_f1, mcc, micro_f1, auroc, exact_match,"),
+        ("yelp_demo", ["eval.metric=rouge", "task.ordinal=true"], "It computes: loss, accuracy, macro_f1, mcc, mae."),
+        ("mine.yaml", ["eval.metric=f2"], "eval.metric='f2' is not computed by Reports. It computes: loss, f1, length."),
+        ("yelp_demo", ["eval.metrics=[accuracy]"], "SequenceClassification computes accuracy by itself. Leave it out."),
+    ],
 )
-def test_a_direction_that_contradicts_the_metric_is_refused(metric, said, better):
-    assert refusal("recipe=yelp_demo", f"eval.metric={metric}", f"eval.greater_is_better={said}") == (
-        f"eval.greater_is_better={said} contradicts eval.metric={metric}: {better} values are better. "
-        "Leave eval.greater_is_better out, or set it to null."
-    )
+def test_a_metric_that_the_task_does_not_compute_is_refused(write, plain, own_tasks, monkeypatch, recipe, words, known):
+    monkeypatch.chdir(plain.parent)
+    write("mine.yaml", "task: {type: own_tasks.Reports}")
+    assert known in refusal(f"recipe={recipe}", *words)
+
+
+@pytest.mark.parametrize(("metric", "said"), [("accuracy", "false"), ("mae", "true"), ("loss", "true")])
+def test_a_direction_that_contradicts_the_metric_is_refused(metric, said):
+    message = refusal("recipe=yelp_demo", f"eval.metric={metric}", f"eval.greater_is_better={said}")
+    assert message.startswith(f"eval.greater_is_better={said} contradicts eval.metric={metric}: ") and "Leave" in message
 
 
 @pytest.mark.parametrize(
@@ -685,18 +568,23 @@ def test_the_task_says_whether_more_of_a_metric_is_better(recipe, metric, expect
     assert loaded.greater_is_better is expected
 
 
-@pytest.mark.parametrize(("type_", "metric"), [("Whole", "f1"), ("Reports", "length")])
-def test_a_metric_without_a_direction_needs_it_said(write, own_tasks, type_, metric):
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("own_tasks.Whole", ["eval.metric=f1"]),
+        ("own_tasks.Reports", ["eval.metric=length"]),
+        ("own_tasks.Reports", ["eval.metrics=[rouge]", "eval.metric=rouge"]),
+    ],
+)
+def test_a_metric_without_a_direction_needs_it_said(write, own_tasks, task, words):
     write("own_tasks.py", OWN_TASKS.replace("class Whole", "@dataclass\nclass Whole"))
-    path = write("mine.yaml", f"task: {{type: own_tasks.{type_}}}\neval: {{metric: {metric}}}")
-    assert refusal(f"recipe={path}") == (
-        f"eval.metric={metric}: {type_} does not declare whether greater is better. Set eval.greater_is_better to true or false, "
-        f'or give {type_} metric_directions = {{"{metric}": "max"}}, or "min". ({path})'
-    )
-    for said in (True, False):
-        loaded = Recipe.load(path, f"eval.greater_is_better={str(said).lower()}")
+    path = write("mine.yaml", f"task: {{type: {task}}}")
+    said = refusal(f"recipe={path}", *words)
+    assert said.startswith(words[-1]) and "Set eval.greater_is_better to true or false" in said
+    for greater in (True, False):
+        loaded = Recipe.load(path, *words, f"eval.greater_is_better={str(greater).lower()}")
         loaded.validate()
-        assert loaded.greater_is_better is said
+        assert loaded.greater_is_better is greater
 
 
 # Files that a recipe names
@@ -739,140 +627,23 @@ def test_files_that_cannot_be_read_are_named(write, files, tmp_path, words, hint
     )
 
 
-@pytest.mark.parametrize(
-    ("names", "there"),
-    [([], "nothing"), (["weights.bin", "notes.txt"], "notes.txt, weights.bin")],
-    ids=["empty", "other files"],
-)
-def test_a_model_folder_without_a_config_says_what_is_in_it(plain, tmp_path, names, there):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for name in names:
-        (folder / name).touch()
-    assert refusal(f"recipe={plain}", f"task.model={folder}") == (
-        f"task.model={folder} has no config.json (it has {there}): name a folder written by save_pretrained."
-    )
-
-
-def test_the_model_of_an_output_folder_is_the_near_one(plain, tmp_path):
-    run = tmp_path / "run"
-    (run / "model").mkdir(parents=True)
-    (run / "model" / "config.json").touch()
-    assert refusal(f"recipe={plain}", f"task.model={run}") == (
-        f"task.model={run} has no config.json (it has model): name a folder written by save_pretrained. Did you mean {run}/model?"
-    )
-
-
-@pytest.mark.parametrize("folder", ["/no/where", "./nowhere", "~/no/where", "a/b/c"])
-def test_a_missing_model_folder_is_refused(plain, folder):
-    assert refusal(f"recipe={plain}", f"task.model={folder}") == f"task.model={folder}: there is no such folder."
-
-
-def test_a_model_folder_with_a_config_is_accepted(plain, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    Recipe.from_argv([f"recipe={plain}", f"task.model={tmp_path}"]).validate()
-
-
-def test_a_fresh_model_without_a_type_asks_for_it(write):
-    path = write("mine.yaml", "task: {type: SequenceClassification, model: null, dataset: 'hftune.data.demo:reviews'}")
-    assert refusal(f"recipe={path}") == (
-        f"task.model=null builds a new model: set task.model_config.model_type (such as bert) and its sizes. ({path})"
-    )
+def test_a_model_folder_needs_a_config_or_says_what_is_in_it(plain, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "config.json").write_text("{}")
+    for folder in ("/no/where", "./nowhere", "~/no/where", "a/b/c"):
+        assert refusal(f"recipe={plain}", f"task.model={folder}") == f"task.model={folder}: there is no such folder."
+    said = refusal(f"recipe={plain}", f"task.model={tmp_path}/empty")
+    assert said.startswith(f"task.model={tmp_path}/empty has no config.json (it has nothing)")
+    said = refusal(f"recipe={plain}", f"task.model={tmp_path}/run")
+    assert " (it has model)" in said and said.endswith(f" Did you mean {tmp_path}/run/model?")
+    Recipe.from_argv([f"recipe={plain}", f"task.model={tmp_path}/run/model"]).validate()
 
 
 # What a base brings along
 
 
-@pytest.fixture
-def above(write) -> Callable[[str], Path]:
-    """Return a function that writes a recipe above one with a model_config of its own."""
-    write("below.yaml", PLAIN + "train: {lr: 0.25, epochs: 7}")
-    return lambda text: write("above.yaml", f"base: below.yaml\n{text}")
-
-
-def test_a_mapping_is_merged_with_the_base_s_unless_it_is_to_replace_it(above):
-    mine = "task: {model_config: {model_type: gpt2}}"
-    assert Recipe.load(above(mine)).task.model_config == {"model_type": "gpt2", "hidden_size": 16}
-    replaced = Recipe.load(above(f"replace: [task.model_config]\n{mine}"))
-    assert replaced.task.model_config == {"model_type": "gpt2"}
-    assert replaced.train.lr == 0.25
-
-
-def test_an_entry_of_a_mapping_and_a_whole_section_can_be_replaced(above):
-    recipe = Recipe.load(above("replace: [task.model_config.hidden_size, train]\ntrain: {batch_size: 8}"))
-    assert recipe.task.model_config == {"model_type": "bert"}
-    assert recipe.train == TrainConfig(batch_size=8)
-
-
-def test_a_task_can_be_replaced_by_one_of_another_type(above, own_tasks):
-    recipe = Recipe.load(above("replace: [task]\ntask: {type: own_tasks.Tuned, path: a}"))
-    assert (recipe.task.path, recipe.train.lr) == ("a", 0.25)
-
-
-def test_the_command_line_can_replace_a_mapping_too(plain):
-    words = ["replace=[task.model_config]", "task.model_config={model_type: gpt2}"]
-    assert Recipe.load(plain, *words).task.model_config == {"model_type": "gpt2"}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "replace: [task.modelconfig]",
-            "replace=[task.modelconfig]: task.modelconfig is not a key of a recipe. Did you mean 'task.model_config'?",
-        ),
-        ("replace: task", "replace='task' is not a list of keys, such as [task.model_config]."),
-        ("replace: [1]", "replace=[1] is not a list of keys, such as [task.model_config]."),
-    ],
-)
-def test_what_cannot_be_replaced_is_named_with_its_file(above, text, message):
-    path = above(text)
-    assert refusal(f"recipe={path}") == f"{message} ({path})"
-
-
-def test_replacing_without_a_base_is_refused(write):
-    path = write("mine.yaml", PLAIN + "replace: [train]")
-    assert refusal(f"recipe={path}") == f"replace=['train'] has no effect without a base. ({path})"
-
-
-def test_a_schedule_chosen_above_a_base_does_without_the_keys_of_the_base_s_schedule(write):
-    write("step.yaml", PLAIN + "train: {schedule: step, gamma: 0.5, step_size: 2}")
-    write("cosine.yaml", PLAIN + "train: {schedule: cosine, min_lr: 1e-6}")
-    train = Recipe.load(write("mine.yaml", "base: step.yaml"), "train.schedule=linear").train
-    assert (train.schedule, train.gamma, train.step_size) == ("linear", None, 1)
-    assert Recipe.load(write("mine.yaml", "base: cosine.yaml\ntrain: {schedule: constant}")).train.min_lr == 0
-    assert Recipe.load(write("mine.yaml", "base: cosine.yaml\ntrain: {schedule: linear}")).train.min_lr == 1e-6
-
-
-def test_keys_of_another_schedule_are_refused_where_they_were_not_inherited(write):
-    path = write("linear.yaml", PLAIN + "train: {schedule: linear}")
-    message = "train.gamma=0.5 needs train.schedule=step, not linear."
-    assert refusal(f"recipe={path}", "train.gamma=0.5") == (
-        f"{message} (train.schedule: {path}; train.gamma: the command line)"
-    )
-    assert refusal(f"recipe={path}", "train.gamma=0.5", "train.schedule=linear") == message
-
-
 # Where a value comes from
-
-
-def test_a_bound_names_the_file_that_a_value_comes_from(above):
-    path = above("train: {batch_size: 0}")
-    assert refusal(f"recipe={path}") == f"train.batch_size=0 must be at least 1. ({path})"
-
-
-def test_a_bound_between_two_keys_names_both_origins(above):
-    path = above("train: {micro_batch_size: 9}")
-    assert refusal(f"recipe={path}", "train.batch_size=8") == (
-        "train.micro_batch_size=9 is larger than train.batch_size=8: a micro-batch is a part of the global batch. Lower the "
-        f"first or raise the second. (train.micro_batch_size: {path}; train.batch_size: the command line)"
-    )
-
-
-def test_a_missing_file_is_told_with_the_recipe_that_names_it(above):
-    path = above("task: {model: ./nowhere}")
-    assert refusal(f"recipe={path}") == f"task.model=./nowhere: there is no such folder. ({path})"
-    assert refusal("recipe=yelp_demo", "task.model=./nowhere") == "task.model=./nowhere: there is no such folder."
 
 
 def test_a_model_that_another_recipe_trains_is_told_with_the_command(tmp_path, monkeypatch):
@@ -884,20 +655,6 @@ def test_a_model_that_another_recipe_trains_is_told_with_the_command(tmp_path, m
 
 
 # Numbers that YAML 1.1 reads differently
-
-
-@pytest.mark.parametrize(("text", "number"), [("1:30", 90), ("010", 8), ("1:30.5", 90.5), ("-1:00", -60)])
-def test_a_number_that_yaml_takes_for_another_one_is_refused(write, plain, text, number):
-    reason = f"YAML reads {text} as the number {number}. Write {number}, or put a text in quotes: '{text}'."
-    assert refusal(f"recipe={plain}", f"train.epochs={text}") == f"train.epochs={text}: {reason}"
-    path = write("mine.yaml", PLAIN + f"train:\n  epochs: {text}\n")
-    assert refusal(f"recipe={path}") == f"train.epochs={text}: {reason} ({path})"
-
-
-def test_the_same_as_a_text_in_quotes_and_plain_numbers_are_accepted(plain):
-    words = ["track.run_name='1:30'", "train.lr=0.5", "train.epochs=10", "seed=0", "task.label_names=['01','02']"]
-    recipe = Recipe.load(plain, *words)
-    assert (recipe.track.run_name, recipe.task.label_names) == ("1:30", ["01", "02"])
 
 
 # Secrets
@@ -930,9 +687,7 @@ def test_a_text_from_the_environment_is_used_and_written_nowhere(plain, secret, 
 
 
 def test_a_secret_in_the_wrong_place_is_not_shown(plain, secret):
-    assert refusal(f"recipe={plain}", "train.lr=${oc.env:A_TOKEN}") == (
-        "train.lr: the value that it refers to has the wrong type."
-    )
+    assert refusal(f"recipe={plain}", "train.lr=${oc.env:A_TOKEN}").endswith("refers to has the wrong type.")
     assert refusal(f"recipe={plain}", "train.lr=${oc.env:NO_SUCH}") == "train.lr: the environment variable NO_SUCH is not set."
 
 
@@ -1098,57 +853,6 @@ def test_code_of_every_section_is_found_next_to_its_recipe(write, elsewhere, sec
     assert sys.path[-1] == str(path.parent)
 
 
-def test_keys_of_another_optimizer_in_the_base_are_dropped(write):
-    write("below.yaml", PLAIN + "train: {optimizer: adamw, betas: [0.9, 0.95], weight_decay: 0.1}")
-    above = Recipe.load(write("above.yaml", "base: below.yaml\ntrain: {optimizer: torch.optim.RMSprop}"))
-    assert (above.train.betas, above.train.weight_decay) == ((0.9, 0.999), 0.1)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ("train.optimizer=torch.optim.RMSprop", "train.momentum=0.9"),
-            "train.momentum=0.9 needs train.optimizer=sgd, not torch.optim.RMSprop.",
-        ),
-        (
-            ("train.optimizer_args={lr: 0.1}",),
-            "train.optimizer_args.lr does not belong there: set train.lr instead.",
-        ),
-        (
-            ("train.optimizer=sgd", "train.optimizer_args={momentum: 0.1}"),
-            "train.optimizer_args.momentum does not belong there: set train.momentum instead.",
-        ),
-        (
-            ("train.schedule=my.schedule", "train.min_lr=1e-6"),
-            "train.min_lr=1e-06 needs train.schedule=linear, cosine, wsd, cosine_restarts or polynomial, not my.schedule.",
-        ),
-        (("eval.metrics=[f1,f1]",), "eval.metrics=['f1', 'f1'] names f1 twice."),
-    ],
-)
-def test_keys_that_do_not_go_together_are_refused(plain, words, message):
-    assert refusal(f"recipe={plain}", *words) == message
-
-
-def test_a_metric_of_ones_own_that_picks_the_best_model_needs_its_direction(plain):
-    words = ("eval.metrics=[f1]", "eval.metric=f1")
-    with pytest.raises(ConfigError) as caught:
-        Recipe.load(plain, *words).validate()
-    assert str(caught.value).startswith(
-        "eval.metric=f1: a metric of eval.metrics does not declare whether greater is better. Set eval.greater_is_better to true "
-        "or false."
-    )
-    chosen = Recipe.load(plain, *words, "eval.greater_is_better=true")
-    chosen.validate()
-    assert chosen.greater_is_better
-
-
-def test_a_metric_that_the_task_computes_anyway_is_refused(plain):
-    with pytest.raises(ConfigError) as caught:
-        Recipe.load(plain, "eval.metrics=[accuracy]").validate()
-    assert str(caught.value) == "eval.metrics=accuracy: SequenceClassification computes accuracy by itself. Leave it out."
-
-
 def test_code_that_is_named_on_the_command_line_is_meant(plain, own_tasks):
     assert Recipe.load(plain, "task.dataset=own_tasks:rows", trust_code=False).task.dataset == "own_tasks:rows"
 
@@ -1209,33 +913,3 @@ def test_not_everything_of_hftune_is_data_that_a_recipe_may_call(plain, name):
         (path := plain.with_name("foreign.yaml")).write_text(plain.read_text().replace("hftune.data.demo:reviews", name))
         Recipe.load(path, trust_code=False)
     assert "--trust-code" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("word", "known"),
-    [("train.learning_rate=1", "train.lr"), ("num_train_epochs=3", "train.epochs"), ("optim=adam", "train.optimizer")],
-)
-def test_other_toolkits_names_of_a_key_are_understood(word, known):
-    assert refusal("recipe=yelp_demo", word).endswith(f"is not a key of a recipe. Did you mean '{known}'?")
-
-
-def test_a_recipe_without_its_key_is_understood(tmp_path):
-    (tmp_path / "recipe.yaml").touch()
-    assert refusal(str(tmp_path)).endswith(f" Did you mean recipe={tmp_path}/recipe.yaml?")
-    assert refusal("yelp_demo") == "Name one recipe, such as recipe=yelp_demo; 0 were given. Did you mean recipe=yelp_demo?"
-
-
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    {
-        "warmup_steps": "train.warmup_ratio",
-        "gradient_accumulation_steps": "train.batch_size",
-        "bf16": "train.mixed_precision",
-        "save_total_limit": "checkpoint.keep",
-        "metric_for_best_model": "eval.metric",
-        "resume_from_checkpoint": "resume",
-    }.items(),
-)
-def test_a_key_of_trainer_is_answered_with_ours(name, ours):
-    with pytest.raises(ConfigError, match=rf"train\.{name} is not a key of a recipe\. Did you mean '{ours}'\?"):
-        Recipe.load("yelp_demo", f"train.{name}=1")
