@@ -25,14 +25,8 @@ QUICK = ("task.max_train_samples=12", "task.max_eval_samples=5", "train.epochs=1
 def demo(tmp_path_factory):
     """The demo's own command, cut to 120 steps, on two processes."""
     folder = tmp_path_factory.mktemp("demo") / "out"
-    words = [
-        "train.max_steps=120",
-        "train.micro_batch_size=3",
-        "task.max_eval_samples=7",
-        "eval.every=60",
-        "track.with=[tensorboard]",
-    ]
-    command = Command(2, "recipe=restoration_demo", *words, f"output_dir={folder}")
+    words = ("train.max_steps=120", "train.micro_batch_size=3", "task.max_eval_samples=7", "eval.every=60")
+    command = Command(2, "recipe=restoration_demo", *words, "track.with=[tensorboard]", f"output_dir={folder}")
     out, err = command.communicate()
     assert command.returncode == 0, out + err
     return Run(folder), out
@@ -64,8 +58,7 @@ def test_demo_restores_better_than_without_training(demo):
 
 def test_demo_says_how_it_trains_and_evaluates(demo):
     assert (
-        "note: Training on random squares of 32 x 32 pixels; evaluation on whole images, padded to multiples of 4."
-        in demo[1].splitlines()
+        "note: Training on random squares of 32 x 32 pixels; evaluation on whole images, padded to multiples of 4.\n" in demo[1]
     )
 
 
@@ -94,6 +87,7 @@ def test_pictures_go_to_tensorboard(demo):
     events = EventAccumulator(str(demo[0].folder / "tensorboard" / "hftune"), size_guidance={"images": 0}).Reload()
     assert events.Tags()["images"] == [f"eval/images/{index}" for index in range(3)]
     assert [event.step for event in events.Images("eval/images/2")] == [60, 120]
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(demo[0].logged("train/loss"))
 
 
 @pytest.fixture
@@ -103,14 +97,8 @@ def all_marked(tmp_path):
         for name, value in (("image", 90), ("mask", 255)):
             (tmp_path / split / name).mkdir(parents=True)
             Image.new("RGB", (16, 16), (value,) * 3).save(tmp_path / split / name / "0.png")
-    words = (
-        "task.dataset=imagefolder",
-        f"task.data_dir={tmp_path}",
-        "task.mask_column=mask",
-        "task.crop=null",
-        "task.eval_split=test",
-    )
-    return (*words, "task.depth=1", "train.epochs=1", f"output_dir={tmp_path / 'out'}")
+    words = ("task.dataset=imagefolder", f"task.data_dir={tmp_path}", "task.mask_column=mask", "task.crop=null")
+    return (*words, "task.eval_split=test", "task.depth=1", "train.epochs=1", f"output_dir={tmp_path / 'out'}")
 
 
 def test_a_metric_without_a_value_is_null_and_stops_nothing(all_marked, tmp_path):
@@ -120,12 +108,8 @@ def test_a_metric_without_a_value_is_null_and_stops_nothing(all_marked, tmp_path
 
 
 def test_a_metric_without_a_value_cannot_pick_the_best_model(all_marked):
-    with pytest.raises(TrainingError) as caught:
+    with pytest.raises(TrainingError, match=r"psnr_outside is null, .* Set eval.metric to one of: loss, l1, psnr,"):
         train(Recipe.load("restoration_demo", *all_marked, "eval.metric=psnr_outside"))
-    assert str(caught.value) == (
-        "After step 1 the evaluation's psnr_outside is null, which cannot pick a best model: it has no value on this data. Set "
-        "eval.metric to one of: loss, l1, psnr, ssim, l1_inside, psnr_inside, ssim_inside."
-    )
 
 
 def test_the_export_restores_as_the_evaluation_did(demo):
@@ -159,35 +143,25 @@ def refusal(capsys, *words):
 
 def test_what_cannot_be_restored_is_named(demo, damaged, tmp_path, capsys):
     folder, images, masks = demo[0].folder, damaged / "image", damaged / "mask"
-    assert refusal(capsys, folder, "--input", damaged) == (
-        "hftune: The predictions are images. Name a folder for them: --output FOLDER.\n"
-    )
-    assert refusal(capsys, folder, "--input", damaged, "--output", images) == (
-        f"hftune: --output {images} is the folder of the inputs, which would be overwritten. Name a different folder.\n"
-    )
-    assert refusal(capsys, folder, "--input", images, "--output", tmp_path / "out") == (
-        "hftune: Input 0 is a PosixPath, not a pair of an image and a mask. For `hftune predict`, set --masks.\n"
-    )
-    assert refusal(capsys, folder, "--input", images, "--masks", tmp_path / "none", "--output", tmp_path / "out") == (
-        f"hftune: --masks {tmp_path}/none: there is no such file or folder.\n"
-    )
+    out = ("--output", tmp_path / "out")
+    assert "Name a folder for them: --output FOLDER." in refusal(capsys, folder, "--input", damaged)
+    said = refusal(capsys, folder, "--input", damaged, "--output", images)
+    assert f"--output {images} is the folder of the inputs, which would be overwritten." in said
+    said = refusal(capsys, folder, "--input", images, *out)
+    assert "Input 0 is a PosixPath, not a pair of an image and a mask. For `hftune predict`, set --masks." in said
+    said = refusal(capsys, folder, "--input", images, "--masks", tmp_path / "none", *out)
+    assert f"--masks {tmp_path}/none: there is no such file or folder." in said
     (masks / "1.png").unlink()
-    assert refusal(capsys, folder, "--input", damaged, "--output", tmp_path / "out") == (
-        f"hftune: --input {damaged}: {images}/1.png has no match of the same name in {masks}.\n"
-    )
+    said = refusal(capsys, folder, "--input", damaged, *out)
+    assert f"--input {damaged}: {images}/1.png has no match of the same name in {masks}." in said
 
 
 def test_a_pair_that_cannot_be_restored_is_named(demo, damaged):
     model, picture = load_model(demo[0].folder), Image.new("RGB", (40, 32))
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=r"^Input 0 is 40 x 32 pixels, but its mask is 32 x 40\."):
         model.predict([(picture, Image.new("L", (32, 40), 255))])
-    assert str(caught.value) == "Input 0 is 40 x 32 pixels, but its mask is 32 x 40. They must have the same size."
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=r"^Input 0 has an empty mask, so there is nothing to restore\. Paint"):
         model.predict([(picture, Image.new("L", (40, 32)))])
-    assert str(caught.value) == (
-        "Input 0 has an empty mask, so there is nothing to restore. Paint the damage white (at least half bright), or leave "
-        "the image out."
-    )
 
 
 def test_a_grey_image_is_restored_with_a_warning(demo):
@@ -212,12 +186,10 @@ def test_a_network_of_ones_own_trains_on_folders_and_loads_again(damaged, tmp_pa
     loaded = load_model(result.output_dir, trust_code=True)
     assert loaded.model.network.share.item() != 0.25 and type(loaded.model.network).__name__ == "Blend"
     loaded.recipe.task.network_args["start"] = 0.5
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(
+        ConfigError, match=r"task.network_args={'start': 0.25}, but the recipe has task.network_args={'start': 0.5}"
+    ):
         loaded.recipe.task.load(result.model_dir)
-    assert str(caught.value) == (
-        f"{result.model_dir} has a network with task.network_args={{'start': 0.25}}, but the recipe has "
-        "task.network_args={'start': 0.5}."
-    )
 
 
 def test_float32_is_exact_unless_the_recipe_says_tf32():

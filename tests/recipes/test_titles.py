@@ -6,7 +6,6 @@ import shutil
 import datasets
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, BigBirdConfig, BigBirdForPreTraining
 
 import hftune.data.jieba_tokenizer
@@ -25,14 +24,8 @@ SMALL = (
     "task.model_config={hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 64, "
     "block_size: 8, num_random_blocks: 1, hidden_dropout_prob: 0.1}",
     *("task.vocab_size=700", "task.max_source_length=128", "task.max_train_samples=60", "task.max_eval_samples=13"),
-    *(
-        "train.batch_size=16",
-        "train.micro_batch_tokens=500",
-        "train.log_every=1",
-        "train.epochs=3",
-        "train.lr=2e-2",
-        "eval.every=3 epochs",
-    ),
+    *("train.batch_size=16", "train.micro_batch_tokens=500", "train.log_every=1", "train.epochs=3", "train.lr=2e-2"),
+    "eval.every=3 epochs",
 )
 JOBS = {name: (*SMALL, f"task.architecture={name}", "task.generation.num_beams=2") for name in ARCHITECTURES}
 
@@ -119,15 +112,10 @@ def test_command_prints_a_title_for_each_text(runs, tmp_path, capsys):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_training_goes_on_from_an_export_on_files_of_ones_own(runs, name, tmp_path):
     files = write(tmp_path, articles("train")[:20])
-    overrides = (
-        "task.max_source_length=128",
-        "task.max_target_length=32",
-        "train.batch_size=8",
-        "train.max_steps=2",
-        "train.log_every=1",
-    )
-    model = f"task.model={runs[name].folder / 'model_last'}"
-    recipe = Recipe.load("bigbird", *files, *overrides, model, f"task.architecture={name}", f"output_dir={tmp_path / 'out'}")
+    lengths = ("task.max_source_length=128", "task.max_target_length=32")
+    steps = ("train.batch_size=8", "train.max_steps=2", "train.log_every=1", f"output_dir={tmp_path / 'out'}")
+    model = (f"task.model={runs[name].folder / 'model_last'}", f"task.architecture={name}")
+    recipe = Recipe.load("bigbird", *files, *lengths, *steps, *model)
     first = Run(train(recipe).output_dir).logged("train/loss")[0]
     assert first == pytest.approx(runs[name].result["metrics"]["loss"], rel=0.5)  # not a fresh model's, which is near 6.5
     assert first < 5.5
@@ -145,14 +133,8 @@ def test_recipe_starts_from_a_checkpoint_as_it_was_published(tmp_path, name):
     source.config.save_pretrained(published)
     torch.save(source.state_dict(), published / "pytorch_model.bin")
     files = write(tmp_path, articles("train")[:6])
-    recipe = Recipe.load(
-        "bigbird",
-        f"task.model={published}",
-        *files,
-        "train.max_steps=1",
-        f"task.architecture={name}",
-        f"output_dir={tmp_path}/o",
-    )
+    words = (f"task.model={published}", "train.max_steps=1", f"task.architecture={name}", f"output_dir={tmp_path}/o")
+    recipe = Recipe.load("bigbird", *files, *words)
     recipe.task.datasets()
     model = recipe.task.build_model()
     stacks = [model.bert] if name == "prefix_lm" else [model.encoder, model.decoder.bert]
@@ -181,17 +163,6 @@ def test_more_layers_than_the_model_has_are_refused(runs, tmp_path, name):
         recipe.task.build_model()
 
 
-def test_gradient_checkpointing_changes_no_loss(tmp_path):
-    rows = articles("train")[:20]
-    losses = [
-        Run(train(fresh(tmp_path, rows, "train.max_steps=2", f"train.gradient_checkpointing={on}")).output_dir).logged(
-            "train/loss"
-        )
-        for on in ("false", "true")
-    ]
-    assert losses[0] == losses[1] and len(losses[0]) == 2
-
-
 def write(folder, rows):
     """Write rows as both parts and return the overrides that name them."""
     for part in ("train", "eval"):
@@ -206,66 +177,21 @@ def fresh(tmp_path, rows, *overrides):
     return Recipe.load("bigbird_demo", *source, *overrides)
 
 
-def test_empty_title_is_named_with_its_row(tmp_path):
-    rows = [*articles("train")[:5], {"content": "一篇文章", "title": " "}]
-    with pytest.raises(DataError) as caught:
-        train(fresh(tmp_path, rows))
-    assert str(caught.value) == (
-        "The train split has an empty text in column 'title' at row 5. Remove these rows, or fill them in."
-    )
-
-
-def test_empty_article_is_named_with_its_row(tmp_path):
-    with pytest.raises(DataError) as caught:
-        train(fresh(tmp_path, [{"content": "", "title": "标题"}, *articles("train")[:5]]))
-    assert str(caught.value) == (
-        "The train split has an empty text in column 'content' at row 0. Remove these rows, or fill them in."
-    )
-
-
-def test_missing_column_is_named_with_those_that_are_there(tmp_path):
-    with pytest.raises(DataError) as caught:
-        train(fresh(tmp_path, articles("train")[:5], "task.target_column=titel"))
-    assert str(caught.value) == (
-        "task.target_column=titel is not a column of the train split. It has: content, title. Did you mean 'title'?"
-    )
-
-
-def test_positions_too_few_are_refused_before_training(tmp_path):
-    with pytest.raises(ConfigError) as caught:
-        train(fresh(tmp_path, articles("train")[:5], "task.max_source_length=630"))
-    assert str(caught.value) == (
-        "task.max_source_length=630 and task.max_target_length=32 need 662 positions with architecture=prefix_lm; "
-        "the model has 640. Lower one of them."
-    )
-
-
 @pytest.mark.parametrize(
-    ("overrides", "sentence"),
+    ("row", "words", "hint"),
     [
-        (
-            ["task.architecture=prefix_lm", "task.model_config.attention_type=block_sparse"],
-            "task.model_config.attention_type=block_sparse: architecture=prefix_lm has full attention only. "
-            "Use task.architecture=encoder_decoder, whose encoder is block-sparse.",
-        ),
-        (
-            ["task.architecture=encoder_decoder", "task.model_config.decoder.attention_type=block_sparse"],
-            "task.model_config.decoder.attention_type=block_sparse: a decoder cannot be block-sparse. "
-            "Leave it out; task.model_config.attention_type is the encoder's.",
-        ),
-        (
-            ["task.architecture=encoder_decoder", "task.model_config.block_sparse_kernel=flex"],
-            "task.model_config.block_sparse_kernel=flex cannot train on a CPU: FlexAttention has no backward pass there "
-            "(torch 2.13). Use block_sparse_kernel=gathered.",
-        ),
-        (["task.model_config.block_size=0"], "task.model_config.block_size=0 must be at least 1."),
+        ({"content": "一篇文章", "title": " "}, [], "has an empty text in column 'title' at row 5. Remove these rows,"),
+        ({"content": "", "title": "标题"}, [], "has an empty text in column 'content' at row 5. Remove these rows,"),
+        (None, ["task.target_column=titel"], "It has: content, title. Did you mean 'title'?"),
+        (None, ["task.max_source_length=630"], "need 662 positions with architecture=prefix_lm; the model has 640. Lower one"),
+        (None, ["task.architecture=encoder_decoder", "task.model_config.block_sparse_kernel=flex"], "cannot train on a CPU: "),
     ],
 )
-def test_model_that_cannot_work_is_refused_before_training(overrides, sentence, tmp_path, monkeypatch):
+def test_what_cannot_be_trained_on_is_refused_before_training(row, words, hint, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    with pytest.raises(ConfigError) as caught:
-        train(fresh(tmp_path, articles("train")[:5], *overrides))
-    assert str(caught.value) == sentence
+    with pytest.raises((ConfigError, DataError)) as caught:
+        train(fresh(tmp_path, [*articles("train")[:5], *([] if row is None else [row])], *words))
+    assert hint in str(caught.value)
 
 
 def test_traditional_characters_emoji_and_long_sources_train_and_generate(tmp_path):
@@ -291,12 +217,12 @@ def test_share_of_cut_texts_is_said_once_and_samples_are_shown(tmp_path, capsys)
     rows = [{"content": "北京大学的报告。" * length, "title": "北京大学"} for length in (1, 1, 1, 40)]
     train(fresh(tmp_path, rows, "task.max_source_length=64", "train.max_steps=1", "eval.show_samples=2"))
     said = capsys.readouterr().out
-    assert [line for line in said.splitlines() if line.startswith("note: ")][:3] == [
-        "note: task.source_column=content, chosen from the columns content, title.",
-        "note: 4 of the 4 rows in the eval split are also in the train split: scores will look better than they are.",
-        "note: Sources longer than task.max_source_length=64 tokens are truncated at the end: 25.0% of train and 25.0% of eval.",
-    ]
-    assert said.count("are truncated at the end") == 1
+    for note in (
+        "source_column=content, chosen from the columns content, title.",
+        "4 of the 4 rows in the eval split are also in",
+    ):
+        assert said.count(note) == 1
+    assert said.count("=64 tokens are truncated at the end: 25.0% of train and 25.0% of eval.") == 1
     shown = [line.split() for line in said.splitlines() if line.startswith("  source ")]
     assert shown == [["source", "北京大学的报告。"]] * 2
 
@@ -305,23 +231,7 @@ def test_length_that_is_no_multiple_of_the_block_is_said(tmp_path, capsys):
     rows = articles("train")[:5]
     long = ("task.architecture=encoder_decoder", "task.max_source_length=100", "train.max_steps=1")
     train(fresh(tmp_path, rows, *long))
-    assert (
-        "note: task.max_source_length=100 is not a multiple of the encoder's block size 8: the longest sources are padded to 104 tokens."
-    ) in capsys.readouterr().out.splitlines()
-
-
-def test_samples_are_tables_on_the_dashboards(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    rows = [{"content": "北京大学|的报告。", "title": "北京大学"}] * 4
-    train(fresh(tmp_path, rows, "train.max_steps=1", "track.with=[wandb,tensorboard]"))
-    (table,) = (tmp_path / "out" / "wandb").rglob("samples_*.table.json")
-    shown = json.loads(table.read_text())
-    assert shown["columns"] == ["source", "title", "generated"] and len(shown["data"]) == 3
-    assert shown["data"][0][:2] == ["北京大学|的报告。", "北京大学"]
-    events = EventAccumulator(str(tmp_path / "out" / "tensorboard" / "hftune")).Reload()
-    (written,) = events.Tensors("eval/samples/text_summary")[0].tensor_proto.string_val
-    head, _, first, *_ = written.decode().splitlines()
-    assert head == "| source | title | generated |" and first.startswith("| 北京大学\\|的报告。 | 北京大学 | ")
+    assert "is not a multiple of the encoder's block size 8: the longest sources are padded to 104" in capsys.readouterr().out
 
 
 def test_vocabulary_made_beforehand_is_used(tmp_path, capsys):
@@ -340,13 +250,10 @@ def test_vocabulary_made_beforehand_is_used(tmp_path, capsys):
 def test_vocabulary_that_is_none_or_has_no_use_is_refused_before_torch(tmp_path):
     with pytest.raises(ConfigError) as caught:
         Recipe.load("bigbird_demo", f"task.vocabulary={tmp_path}/words", f"task.model={tmp_path}").validate()
-    assert caught.value.problems[1:] == [
-        f"task.vocabulary={tmp_path}/words is for new models, but task.model={tmp_path} has a vocabulary. Set task.model=null.",
-        f"task.vocabulary={tmp_path}/words: there is no such folder.",
-    ]
-    with pytest.raises(ConfigError) as caught:
+    _, one, two = caught.value.problems
+    assert "is for new models, but" in one and one.endswith("Set task.model=null.") and two.endswith("there is no such folder.")
+    with pytest.raises(ConfigError, match=r"has no vocab.txt: name a folder written by `hftune vocab`\."):
         Recipe.load("bigbird_demo", f"task.vocabulary={tmp_path}").validate()
-    assert str(caught.value) == (f"task.vocabulary={tmp_path} has no vocab.txt: name a folder written by `hftune vocab`.")
 
 
 def test_file_that_is_not_utf8_is_refused(tmp_path, capsys):
@@ -366,6 +273,5 @@ def test_vocabulary_without_words_of_jieba_is_refused(tmp_path, runs):
     model.save_pretrained(folder)
     letters = sorted({letter for row in articles("train")[:50] for letter in row["content"] + row["title"]})
     (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters]), encoding="utf-8")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=rf"^The vocabulary of {folder} has none of jieba's words"):
         train(fresh(tmp_path, articles("train")[:5], f"task.model={folder}", "task.model_config={}"))
-    assert str(caught.value).startswith(f"The vocabulary of {folder} has none of jieba's words")

@@ -38,6 +38,7 @@ from hftune.models.bigbird import (
 from tests.support.big_bird import BLOCK, RANDOM, SIZES, load_encoder, right_padded, save_big_bird, words
 
 PAD, START, END = 0, 1, 2
+IDS = {"start_token_id": START, "end_token_id": END, "pad_token_id": PAD}
 FULL_UP_TO = (5 + RANDOM) * BLOCK  # 28 tokens
 
 
@@ -54,8 +55,7 @@ def prefix_lm(pretrained):
 @pytest.fixture
 def encoder_decoder(pretrained):
     torch.manual_seed(1)
-    ids = {"start_token_id": START, "end_token_id": END, "pad_token_id": PAD}
-    return build_encoder_decoder(pretrained, AutoConfig.from_pretrained(pretrained), **ids).eval()
+    return build_encoder_decoder(pretrained, AutoConfig.from_pretrained(pretrained), **IDS).eval()
 
 
 def source_and_title(num_source=9, num_title=6, rows=2):
@@ -253,26 +253,6 @@ def test_new_models_have_the_cheap_kernel_of_big_birds_activation():
     torch.testing.assert_close(ACT2FN["gelu_pytorch_tanh"](x), ACT2FN["gelu_new"](x), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("config", "sentence"),
-    [
-        (GPT2Config(), "task.model is a 'gpt2'; architecture=prefix_lm takes the weights of bert or big_bird."),
-        (
-            BigBirdConfig(use_bias=False),
-            "task.model has use_bias=false or rescale_embeddings=true, which prefix_lm does not support.",
-        ),
-        (
-            BertConfig(type_vocab_size=1),
-            "task.model has 1 token type; architecture=prefix_lm needs two, for source and title.",
-        ),
-    ],
-)
-def test_models_that_cannot_become_a_prefix_lm_are_refused(config, sentence):
-    with pytest.raises(ConfigError) as refusal:
-        PrefixLMConfig.warm_start(config)
-    assert str(refusal.value) == sentence
-
-
 def test_prefix_lm_without_token_types_is_refused(prefix_lm):
     with pytest.raises(ValueError, match="PrefixLM needs token_type_ids: 0 for the source, 1 for the title"):
         prefix_lm(words(1, 4))
@@ -387,20 +367,11 @@ def test_flex_attention_visits_the_blocks_seen_and_no_others_forward_and_backwar
         listed = torch.arange(indices.shape[-1]) < num[..., None]
         return dense.scatter_(-1, indices.long(), listed)
 
-    forward, whole = (
-        visited(num, indices)
-        for num, indices in [
-            (block_mask.kv_num_blocks, block_mask.kv_indices),
-            (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
-        ]
-    )
-    backward, whole_backward = (
-        visited(num, indices).transpose(-1, -2)
-        for num, indices in [
-            (block_mask.q_num_blocks, block_mask.q_indices),
-            (block_mask.full_q_num_blocks, block_mask.full_q_indices),
-        ]
-    )
+    forward = visited(block_mask.kv_num_blocks, block_mask.kv_indices)
+    whole = visited(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    backward = visited(block_mask.q_num_blocks, block_mask.q_indices).transpose(-1, -2)
+    whole_backward = visited(block_mask.full_q_num_blocks, block_mask.full_q_indices).transpose(-1, -2)
+
     assert torch.equal(forward, backward) and torch.equal(whole, whole_backward) and not (forward & whole).any()
     more_than_listed = ((forward | whole).sum(-1) > 5 + RANDOM).nonzero()
     rows = [(query // 32, query % 32) for _, _, query in more_than_listed.tolist()]
@@ -446,10 +417,9 @@ def test_blocks_are_gathered_where_flex_attention_cannot_be_used_and_it_is_said_
         warnings.simplefilter("default")
         assert torch.equal(model(ids).last_hidden_state, expected)
     assert tried == [(torch.device("cuda", 0), torch.bfloat16, 8, BLOCK)] * 2
-    assert [str(warning.message) for warning in said] == [
-        "FlexAttention cannot be used here (no compiler): block-sparse attention gathers blocks instead, which computes the "
-        "same and is slower. To hide this, set task.model_config.block_sparse_kernel=gathered."
-    ]
+    (warning,) = said
+    assert str(warning.message).startswith("FlexAttention cannot be used here (no compiler): ")
+    assert str(warning.message).endswith(" To hide this, set task.model_config.block_sparse_kernel=gathered.")
 
 
 def test_all_heads_are_gathered_at_once_but_on_cpus():
@@ -461,12 +431,10 @@ def test_all_heads_are_gathered_at_once_but_on_cpus():
 
 def test_flex_attention_refuses_to_train_on_a_cpu_and_says_where_it_does_not_compile(pretrained, monkeypatch):
     model = load_encoder(pretrained, block_sparse_kernel="flex")
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(
+        ConfigError, match=r"block_sparse_kernel=flex cannot train on a CPU: .* Use block_sparse_kernel=gathered\.$"
+    ):
         model(words(1, 64))
-    assert str(refusal.value) == (
-        "task.model_config.block_sparse_kernel=flex cannot train on a CPU: FlexAttention has no backward pass there "
-        "(torch 2.13). Use block_sparse_kernel=gathered."
-    )
 
     def compiled(device_type):
         def fail(*args, **kwargs):
@@ -475,13 +443,8 @@ def test_flex_attention_refuses_to_train_on_a_cpu_and_says_where_it_does_not_com
         return fail
 
     monkeypatch.setattr(bigbird_attention, "_compiled_flex", compiled)
-    with torch.no_grad(), pytest.raises(ConfigError) as refusal:
+    with torch.no_grad(), pytest.raises(ConfigError, match=r"cannot be compiled here \(TorchDynamoException: No working C\+\+"):
         model(words(1, 64))
-    assert str(refusal.value) == (
-        "task.model_config.block_sparse_kernel=flex cannot be compiled here (TorchDynamoException: No "
-        "working C++ compiler found). "
-        "Use block_sparse_kernel=gathered."
-    )
 
 
 def test_result_of_a_row_depends_neither_on_its_neighbours_nor_on_the_padding(pretrained):
@@ -581,7 +544,7 @@ def test_encoder_decoder_writes_the_same_with_and_without_cache_alone_in_a_batch
     loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
     assert type(loaded.encoder) is BlockSparseBigBirdModel
     assert torch.equal(loaded.generate(**batch, max_new_tokens=8, **options), titles)
-    again = build_encoder_decoder(str(tmp_path), loaded.config, start_token_id=START, end_token_id=END, pad_token_id=PAD)
+    again = build_encoder_decoder(str(tmp_path), loaded.config, **IDS)
     assert torch.equal(again.generate(**batch, max_new_tokens=8, **options), titles)
 
 
@@ -603,91 +566,60 @@ def test_every_parameter_of_an_encoder_decoder_gets_a_gradient_and_checkpointing
 
 def test_encoder_decoder_without_pretrained_weights_is_drawn_from_its_config():
     torch.manual_seed(0)
-    model = build_encoder_decoder(
-        None, BigBirdConfig(**SIZES), start_token_id=START, end_token_id=END, pad_token_id=PAD, random_blocks_seed=3
-    )
+    model = build_encoder_decoder(None, BigBirdConfig(**SIZES), **IDS, random_blocks_seed=3)
     assert type(model.encoder) is BlockSparseBigBirdModel and model.config.encoder.random_blocks_seed == 3
     assert model.generate(words(1, 40), max_new_tokens=3).shape[1] <= 4
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (
-            {"decoder": {"attention_type": "block_sparse"}},
-            "task.model_config.decoder.attention_type=block_sparse: a decoder cannot be block-sparse. "
-            "Leave it out; task.model_config.attention_type is the encoder's.",
-        ),
-        (
-            {"blok_size": 8},
-            "task.model_config.blok_size is not a key of BlockSparseBigBirdConfig. Did you mean 'block_size'?",
-        ),
-        (
-            {"decoder": {"hidden_sise": 8}},
-            "task.model_config.decoder.hidden_sise is not a key of BertConfig. Did you mean 'hidden_size'?",
-        ),
-        (
-            {"block_sparse_kernel": "flexx"},
-            "task.model_config.block_sparse_kernel='flexx' is not one of auto, gathered, flex. Did you mean 'flex'?",
-        ),
-        (
-            {"attention_type": "blocksparse"},
-            "task.model_config.attention_type='blocksparse' is not one of block_sparse, original_full. "
-            "Did you mean 'block_sparse'?",
-        ),
-        ({"block_size": 0}, "task.model_config.block_size=0 must be at least 1."),
-        ({"num_random_blocks": -1}, "task.model_config.num_random_blocks=-1 must be at least 0."),
-        ({"num_hidden_layers": 0}, "task.model_config.num_hidden_layers=0 must be at least 1."),
-        (
-            {"block_size": "big"},
-            "task.model_config cannot be used: Field 'block_size' expected int, got str (value: 'big').",
-        ),
-        (
-            {"num_attention_heads": 5},
-            "task.model_config.hidden_size=32 is not a multiple of task.model_config.num_attention_heads=5.",
-        ),
-        (
-            {"decoder": {"num_attention_heads": 5}},
-            "task.model_config.decoder.hidden_size=32 is not a multiple of task.model_config.decoder.num_attention_heads=5.",
-        ),
-        (
-            {"hidden_act": "gelo"},
-            "task.model_config.hidden_act='gelo' is not known to transformers. Did you mean 'gelu'?",
-        ),
-    ],
-)
-def test_fields_of_an_encoder_decoder_that_cannot_work_are_refused(overrides, sentence):
-    ids = {"start_token_id": START, "end_token_id": END, "pad_token_id": PAD}
+def stack(config=None, **overrides):
+    return PrefixLMConfig.warm_start(config or BigBirdConfig(**SIZES), **overrides)
+
+
+def two_stacks(source=None, config=None, **overrides):
+    return build_encoder_decoder(source, config or BigBirdConfig(**SIZES), **IDS, **overrides)
+
+
+BOTH_LOADED = ("folder", EncoderDecoderConfig(encoder=BertConfig().to_dict(), decoder=BertConfig().to_dict()))
+REFUSED = [
+    (lambda: stack(GPT2Config()), "task.model is a 'gpt2'; architecture=prefix_lm takes the weights of bert or big_bird."),
+    (
+        lambda: stack(BigBirdConfig(use_bias=False)),
+        "use_bias=false or rescale_embeddings=true, which prefix_lm does not support.",
+    ),
+    (lambda: stack(BertConfig(type_vocab_size=1)), "1 token type; architecture=prefix_lm needs two, for source and title."),
+    (lambda: stack(attention_type="block_sparse"), "Use task.architecture=encoder_decoder, whose encoder is block-sparse."),
+    (lambda: stack(hidden_sise=8), "hidden_sise is not a key of PrefixLMConfig. Did you mean 'hidden_size'?"),
+    (lambda: stack(num_attention_heads=5), "hidden_size=32 is not a multiple of task.model_config.num_attention_heads=5."),
+    (lambda: two_stacks(decoder={"attention_type": "block_sparse"}), "a decoder cannot be block-sparse. Leave it out;"),
+    (lambda: two_stacks(blok_size=8), "blok_size is not a key of BlockSparseBigBirdConfig. Did you mean 'block_size'?"),
+    (
+        lambda: two_stacks(decoder={"hidden_sise": 8}),
+        "decoder.hidden_sise is not a key of BertConfig. Did you mean 'hidden_size'?",
+    ),
+    (lambda: two_stacks(block_sparse_kernel="flexx"), "'flexx' is not one of auto, gathered, flex. Did you mean 'flex'?"),
+    (
+        lambda: two_stacks(attention_type="blocksparse"),
+        "is not one of block_sparse, original_full. Did you mean 'block_sparse'?",
+    ),
+    (lambda: two_stacks(block_size=0), "task.model_config.block_size=0 must be at least 1."),
+    (lambda: two_stacks(num_random_blocks=-1), "task.model_config.num_random_blocks=-1 must be at least 0."),
+    (lambda: two_stacks(num_hidden_layers=0), "task.model_config.num_hidden_layers=0 must be at least 1."),
+    (lambda: two_stacks(block_size="big"), "cannot be used: Field 'block_size' expected int, got str (value: 'big')."),
+    (
+        lambda: two_stacks(num_attention_heads=5),
+        "task.model_config.hidden_size=32 is not a multiple of task.model_config.num_att",
+    ),
+    (
+        lambda: two_stacks(decoder={"num_attention_heads": 5}),
+        "is not a multiple of task.model_config.decoder.num_attention_heads=5.",
+    ),
+    (lambda: two_stacks(hidden_act="gelo"), "hidden_act='gelo' is not known to transformers. Did you mean 'gelu'?"),
+    (lambda: two_stacks(*BOTH_LOADED, block_size=8), "is loaded unchanged. Leave task.model_config empty."),
+]
+
+
+@pytest.mark.parametrize(("build", "hint"), REFUSED)
+def test_models_and_fields_that_cannot_work_are_refused(build, hint):
     with pytest.raises(ConfigError) as refusal:
-        build_encoder_decoder(None, BigBirdConfig(**SIZES), **ids, **overrides)
-    assert str(refusal.value) == sentence
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (
-            {"attention_type": "block_sparse"},
-            "task.model_config.attention_type=block_sparse: architecture=prefix_lm has full attention only. "
-            "Use task.architecture=encoder_decoder, whose encoder is block-sparse.",
-        ),
-        ({"hidden_sise": 8}, "task.model_config.hidden_sise is not a key of PrefixLMConfig. Did you mean 'hidden_size'?"),
-        (
-            {"num_attention_heads": 5},
-            "task.model_config.hidden_size=32 is not a multiple of task.model_config.num_attention_heads=5.",
-        ),
-    ],
-)
-def test_fields_of_a_prefix_lm_that_cannot_work_are_refused(overrides, sentence):
-    with pytest.raises(ConfigError) as refusal:
-        PrefixLMConfig.warm_start(BigBirdConfig(**SIZES), **overrides)
-    assert str(refusal.value) == sentence
-
-
-def test_fields_for_an_encoder_and_a_decoder_that_are_loaded_as_they_are_are_refused():
-    config = EncoderDecoderConfig(encoder=BertConfig().to_dict(), decoder=BertConfig().to_dict())
-    with pytest.raises(ConfigError) as refusal:
-        build_encoder_decoder("folder", config, start_token_id=START, end_token_id=END, pad_token_id=PAD, block_size=8)
-    assert str(refusal.value) == (
-        "task.model is already an encoder-decoder, which is loaded unchanged. Leave task.model_config empty."
-    )
+        build()
+    assert str(refusal.value).startswith("task.model") and hint in str(refusal.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import pickle
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -78,12 +79,8 @@ def refused(task: ImageClassification) -> str:
 def test_network_has_the_published_number_of_parameters():
     model = ConvNet()
     assert sum(parameter.numel() for parameter in model.parameters()) == 21_840
-    assert [tuple(parameter.shape) for parameter in model.parameters() if parameter.ndim > 1] == [
-        (10, 1, 5, 5),
-        (20, 10, 5, 5),
-        (50, 320),
-        (10, 50),
-    ]
+    shapes = [tuple(parameter.shape) for parameter in model.parameters() if parameter.ndim > 1]
+    assert shapes == [(10, 1, 5, 5), (20, 10, 5, 5), (50, 320), (10, 50)]
 
 
 @pytest.mark.parametrize("size", [MIN_SIDE, 28, 29, 32])
@@ -91,13 +88,6 @@ def test_network_takes_images_of_its_size_in_grey_and_colour(size):
     for channels in (1, 3):
         model = ConvNet(image_size=size, in_channels=channels, num_classes=7, width=2)
         assert model(torch.zeros(2, channels, size, size)).shape == (2, 7)
-
-
-def test_smallest_image_is_the_one_that_the_task_accepts():
-    said = [*problems_of(ImageClassification(dataset="ylecun/mnist", image_size=MIN_SIDE - 1), "task")]
-    assert len(said) == 1 and said[0].startswith(f"task.image_size={MIN_SIDE - 1} must be at least {MIN_SIDE}.")
-    too_small = MIN_SIDE - 1
-    assert ((too_small - 4) // 2 - 4) // 2 == 0  # nothing would be left of it
 
 
 # Augmentation
@@ -140,22 +130,6 @@ def test_task_that_varies_nothing_gets_its_own_data_set_back():
     for task in (Tagging(), ImageClassification(), ImageClassification(augmentation={})):
         assert augmented(rows, task, 0, 0) is rows
     assert isinstance(augmented(rows, ImageClassification(augmentation={"shift": 2}), 0, 0), Augmented)
-
-
-@pytest.mark.parametrize(
-    ("augmentation", "message"),
-    [
-        (
-            {"shft": 2},
-            "task.augmentation.shft is not a key of a recipe. Keys: crop, flip, rand_augment, color, shift, rotate, erase. Did you mean 'shift'?",
-        ),
-        ({"shift": -1}, "task.augmentation.shift=-1 must be a number from 0 to 28."),
-        ({"shift": 29}, "task.augmentation.shift=29 must be a number from 0 to 28."),
-        ({"rotate": "far"}, "task.augmentation.rotate='far' must be a number from 0 to 180."),
-    ],
-)
-def test_wrong_augmentation_is_refused(augmentation, message):
-    assert problems(augmentation=augmentation) == [message]
 
 
 # Where images come from
@@ -226,48 +200,38 @@ def problems(**fields: Any) -> list[str]:
     return [*problems_of(task, "task"), *task.validate()]
 
 
-def test_missing_folders_and_files_are_named(tmp_path):
-    assert problems(dataset="idx") == ["task.dataset=idx needs a folder: set task.data_dir=..."]
-    (tmp_path / "mnist").mkdir()
-    assert problems(dataset="idx", data_dir=f"{tmp_path}/mnst") == [
-        f"task.data_dir={tmp_path}/mnst: there is no such folder. Did you mean {tmp_path}/mnist?"
-    ]
-    write_idx(tmp_path / "mnist")
-    (tmp_path / "mnist" / "t10k-labels-idx1-ubyte").unlink()
-    assert problems(dataset="idx", data_dir=f"{tmp_path}/mnist") == [
-        f"task.data_dir={tmp_path}/mnist has no file t10k-labels-idx1-ubyte, with or without .gz."
-    ]
-    assert problems(dataset="idx", data_dir=f"{tmp_path}/mnist", eval_split="validation") == [
-        "task.eval_split=validation: idx files have the splits train and test."
-    ]
-    assert problems(dataset="ylecun/mnist", data_dir=str(tmp_path)) == [
-        f"task.data_dir={tmp_path} is for task.dataset=idx or imagefolder, not for ylecun/mnist."
-    ]
-
-
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "hint"),
     [
+        ({"augmentation": {"shft": 2}}, "task.augmentation.shft is not a key of a recipe."),
+        ({"augmentation": {"shft": 2}}, "Keys: crop, flip, rand_augment, color, shift, rotate, erase. Did you mean 'shift'?"),
+        ({"augmentation": {"shift": -1}}, "task.augmentation.shift=-1 must be a number from 0 to 28."),
+        ({"augmentation": {"shift": 29}}, "task.augmentation.shift=29 must be a number from 0 to 28."),
+        ({"augmentation": {"rotate": "far"}}, "task.augmentation.rotate='far' must be a number from 0 to 180."),
         ({"dropout": 1.0}, "task.dropout=1.0 must be in [0, 1)."),
         ({"width": 0}, "task.width=0 must be at least 1."),
-        (
-            {"mean": [0.1, 0.2], "std": [0.3]},
-            "task.mean=[0.1, 0.2] and task.std=[0.3] must both hold one number (grey) or three (red, green, blue).",
-        ),
+        ({"mean": [0.1, 0.2], "std": [0.3]}, "must both hold one number (grey) or three (red, green, blue)."),
         ({"mean": [0.1], "std": [0.0]}, "task.std=[0.0]: each must be above 0."),
+        ({"dataset": "idx"}, "task.dataset=idx needs a folder: set task.data_dir=..."),
+        ({"dataset": "idx", "data_dir": "HERE/mnst"}, "HERE/mnst: there is no such folder. Did you mean HERE/mnist?"),
+        ({"dataset": "idx", "data_dir": "HERE/mnist"}, "HERE/mnist has no file t10k-labels-idx1-ubyte, with or without .gz."),
+        ({"dataset": "idx", "data_dir": "HERE/mnist", "eval_split": "dev"}, "idx files have the splits train and test."),
+        ({"data_dir": "HERE"}, "task.data_dir=HERE is for task.dataset=idx or imagefolder, not for ylecun/mnist."),
+        ({"image_size": MIN_SIDE - 1}, f"task.image_size={MIN_SIDE - 1} must be at least {MIN_SIDE}."),
     ],
 )
-def test_values_out_of_bounds_are_refused(fields, message):
-    assert problems(**fields) == [message]
+def test_keys_that_cannot_be_are_refused_before_anything_is_loaded(tmp_path, fields, hint):
+    (write_idx(tmp_path / "mnist") / "t10k-labels-idx1-ubyte").unlink()
+    (said,) = problems(
+        **{key: value.replace("HERE", str(tmp_path)) if key == "data_dir" else value for key, value in fields.items()}
+    )
+    assert hint in said.replace(str(tmp_path), "HERE")
 
 
 def test_hub_that_cannot_be_reached_says_what_to_name_instead():
     said = refused(ImageClassification(dataset="nobody/nothing"))
     assert said.startswith("task.dataset=nobody/nothing cannot be loaded: ")
-    assert said.endswith(
-        " Without the Hub, name files: task.dataset=imagefolder task.data_dir=FOLDER, or "
-        "task.dataset=parquet task.data_files.train=... task.data_files.eval=...."
-    )
+    assert " Without the Hub, name files: task.dataset=imagefolder task.data_dir=FOLDER, or " in said
 
 
 # What is refused in the data
@@ -296,32 +260,25 @@ def test_broken_idx_files_are_refused(tmp_path):
 
 
 def test_images_of_another_size_are_refused_by_name(tmp_path):
-    way_out = (
-        "but task.image_size=28. Give all images that size, or set task.resize=true, which scales the shorter side and crops "
-        "the longer one."
-    )
     write_idx(tmp_path / "idx", images=IMAGES[:, 4:, :])
-    assert refused(of_idx(tmp_path / "idx")) == f"Row 0 of the train split is 28 x 24 pixels, {way_out}"
+    said = refused(of_idx(tmp_path / "idx"))
+    assert said.startswith("Row 0 of the train split is 28 x 24 pixels, but task.image_size=28. ")
+    assert "or set task.resize=true" in said
     folder = write_folder(tmp_path / "images")
     path = folder / "test" / "dog" / "1.png"
     Image.new("L", (30, 28)).save(path)
-    assert refused(of_folder(folder)) == f"Row 3 of the eval split ({path}) is 30 x 28 pixels, {way_out}"
+    assert refused(of_folder(folder)).startswith(f"Row 3 of the eval split ({path}) is 30 x 28 pixels, ")
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [
-        (b"no image", "is not an image that can be read."),
-        (None, "cannot be read: image file is truncated (2 bytes not processed)."),
-    ],
+    [(b"no image", "is not an image that can be read."), (None, "cannot be read: image file is truncated")],
 )
 def test_file_that_is_no_image_is_named(tmp_path, content, reason):
     folder = write_folder(tmp_path)
     path = folder / "train" / "emu" / "0.png"
-    path.write_bytes(content if content is not None else path.read_bytes()[:500])
-    said = refused(of_folder(folder))
-    assert said.startswith(f"Row 4 of the train split ({path}) ")
-    assert said == f"Row 4 of the train split ({path}) {reason}" if content else "truncated" in said
+    path.write_bytes(content or path.read_bytes()[:500])
+    assert refused(of_folder(folder)).startswith(f"Row 4 of the train split ({path}) {reason}")
 
 
 def test_colours_transparency_and_deep_pixels_are_refused(tmp_path):
@@ -329,15 +286,12 @@ def test_colours_transparency_and_deep_pixels_are_refused(tmp_path):
     path = folder / "train" / "cat" / "1.png"
     said = f"Row 1 of the train split ({path}) "
     for image, reason in [
-        (
-            Image.new("RGB", (28, 28), (1, 2, 3)),
-            "is in colour, but task.mean has one number, for grey. Give task.mean and task.std three.",
-        ),
+        (Image.new("RGB", (28, 28), (1, 2, 3)), "is in colour, but task.mean has one number, for grey."),
         (Image.new("RGBA", (28, 28), (1, 1, 1, 5)), "has transparent parts. Flatten it onto a background."),
         (Image.new("I;16", (28, 28)), "has more than 8 bits per channel (Pillow mode I;16). Convert it."),
     ]:
         image.save(path)
-        assert refused(of_folder(folder)) == said + reason
+        assert refused(of_folder(folder)).startswith(said + reason)
     Image.fromarray(IMAGES[1]).convert("RGBA").save(path)  # grey all the same
     assert (of_folder(folder).datasets()["train"][1]["image"][..., 0] == IMAGES[1]).all()
 
@@ -360,26 +314,19 @@ def test_a_file_that_a_function_opens_is_read_again_if_it_has_changed(tmp_path, 
 
 def test_column_that_holds_no_images_is_refused(tmp_path):
     fields = {"dataset": "tests.support.tasks:few_digits", "label_names": NAMES}
-    assert refused(ImageClassification(**fields, image_column="label")) == (
-        "Column 'label' of the train split holds int64, not images."
-    )
-    assert refused(ImageClassification(**fields, image_column="img")) == (
-        "task.image_column=img is not a column of the train split. It has: image, label. Did you mean 'image'?"
-    )
+    said = refused(ImageClassification(**fields, image_column="label"))
+    assert said == "Column 'label' of the train split holds int64, not images."
+    said = refused(ImageClassification(**fields, image_column="img"))
+    assert said.startswith("task.image_column=img is not a column of the train") and said.endswith("Did you mean 'image'?")
 
 
 def test_the_best_model_is_not_chosen_on_the_test_images(tmp_path):
     folder = write_folder(tmp_path)
     task = of_folder(folder, eval_split=None)
     assert {split: len(images) for split, images in task.datasets().items()} == {"train": 3, "eval": 3}
-    held_out = (
-        "task.eval_share=0.1: a share of the 6 images of the train split is held out for evaluation, the same in every run."
-    )
-    unused = (
-        "The data set has the split test, too, which nothing uses: task.eval_split names the one to choose the best model by, "
-        "task.test_split the one to test it on."
-    )
-    assert [held_out, unused] == task.notices(task.datasets(), None)[:2]
+    held_out, unused = task.notices(task.datasets(), None)[:2]
+    assert held_out.startswith("task.eval_share=0.1: a share of the 6 images of the train split is held out")
+    assert unused.startswith("The data set has the split test, too, which nothing uses: task.eval_split names")
     tested = of_folder(folder, eval_split=None, test_split="test")
     assert {split: len(images) for split, images in tested.datasets().items()} == {"train": 3, "eval": 3, "test": 6}
     assert not any("nothing uses" in line for line in tested.notices(tested.datasets(), None))
@@ -397,20 +344,15 @@ def test_images_are_held_out_only_if_nothing_else_is_said(tmp_path):
     assert never.task.held_out_share is None and never.task.datasets().keys() == {"train"}
     with pytest.raises(ConfigError, match=r"This run has no evaluation data .* Name some: task.eval_split="):
         with_evaluation(never)
-    assert of_folder(tmp_path, eval_share=0.5).validate() == [
-        "task.eval_share=0.5 takes evaluation images from the training images, but task.eval_split=test names others. Set one of "
-        "them to null."
-    ]
+    (said,) = of_folder(tmp_path, eval_share=0.5).validate()
+    assert said.startswith("task.eval_share=0.5 takes evaluation images from the training images, but task.eval_split=test")
 
 
 @pytest.mark.parametrize("split", ["eval", "test"])
 def test_a_split_that_a_folder_lacks_is_refused(tmp_path, split):
     instead = "hold out a share of the training rows (task.eval_share=" if split == "eval" else "or to null."
     said = refused(of_folder(write_folder(tmp_path), **{f"{split}_split": "last"}))
-    assert (
-        f"""Unknown split "last". Should be one of ['train', 'test']. Set task.{split}_split to one of them, {instead}"""
-        in said
-    )
+    assert f"Should be one of ['train', 'test']. Set task.{split}_split to one of them, {instead}" in said
 
 
 # What a model answers
@@ -459,16 +401,14 @@ def test_an_opened_image_is_turned_as_its_file_is(finished, tmp_path):
 )
 def test_what_is_no_image_is_not_answered(finished, value, message):
     task, folder = finished
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
         task.predict(task.load(folder), [value])
-    assert str(caught.value) == message
 
 
 def test_export_of_another_network_is_refused(finished):
     _, folder = finished
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"has a network with task.width=1, but the recipe has task.width=2\."):
         ImageClassification(width=2).load(folder)
-    assert str(caught.value) == f"{folder} has a network with task.width=1, but the recipe has task.width=2."
 
 
 def test_shipped_recipes_are_those_of_the_same_task():
@@ -491,20 +431,15 @@ def test_a_network_of_ones_own_classifies_and_is_loaded_again(tmp_path):
     loaded = fresh.load(folder).eval()
     with torch.no_grad():
         assert fresh.predict(loaded, [IMAGES[0]]) == task.predict(model, [IMAGES[0]])
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(
+        ConfigError, match=r"network_args={'width': 2, .*}, but the recipe has task.network_args={'num_classes': 10}"
+    ):
         of_idx(tmp_path / "data", network=fields["network"], network_args={"num_classes": 10}).load(folder)
-    assert str(caught.value) == (
-        f"{folder} has a network with task.network_args={{'width': 2, 'num_classes': 10}}, but the recipe has "
-        "task.network_args={'num_classes': 10}."
-    )
 
 
 def test_a_network_with_another_number_of_classes_is_refused(tmp_path):
     fields = {"network": "hftune.models.convnet.ConvNet", "network_args": {"num_classes": 11}}
     task = of_idx(write_idx(tmp_path / "data"), **fields)
     batch = task.collate([task.datasets()["train"][0]])
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"ConvNet returned \(1, 11\), not logits \(1, 10\), one for each class\."):
         task.build_model()(**task.inputs(batch))
-    assert str(caught.value) == (
-        "task.network: for images (1, 1, 28, 28) ConvNet returned (1, 11), not logits (1, 10), one for each class."
-    )
