@@ -1,5 +1,7 @@
 """Pictures to restore: how folders are put together, what is drawn, and the sentence for each thing that can be wrong."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -54,13 +56,8 @@ def test_the_best_network_is_not_chosen_on_the_test_images(folder):
     assert {split: len(pictures) for split, pictures in data.items()} == {"train": 1, "eval": 1}
     (said,) = [line for line in own.notices(data, own.build_model()) if "nothing uses" in line]
     assert said.startswith("The data set has the split test, too")
-    assert {
-        split: len(pictures) for split, pictures in task(folder, eval_split=None, test_split="test").datasets().items()
-    } == {
-        "train": 1,
-        "eval": 1,
-        "test": 2,
-    }
+    tested = task(folder, eval_split=None, test_split="test").datasets()
+    assert {split: len(pictures) for split, pictures in tested.items()} == {"train": 1, "eval": 1, "test": 2}
 
 
 def test_folders_are_put_together_by_name_whatever_the_suffix(folder):
@@ -80,61 +77,37 @@ def classes():
     return drawn
 
 
-def emptied(folder):
-    for path in (folder / "test" / "image").iterdir():
-        path.unlink()
-
-
-def shortened(folder):
-    path = folder / "train" / "image" / "a.png"
-    path.write_bytes(path.read_bytes()[:1000])
-
-
 A, B = "train/image/a.png", "test/image/b.png"
 CLEAR = Image.new("RGBA", (40, 32), (255, 255, 255, 0))
 FAULTS = {
-    "mask of another size": (
-        lambda folder: mask(width=30).save(folder / "test/mask/b.png"),
-        f"Row 1 of the eval split (FOLDER/{B}) is 40 x 32 pixels, but its mask is 30 x 32.",
+    "test/mask/b.png": (mask(width=30), f"Row 1 of the eval split ({B}) is 40 x 32 pixels, but its mask is 30 x 32."),
+    "train/mask/b.png": (None, ": train/image/b.png has no match of the same name in train/mask."),
+    "train/mask/c.png": (mask(), ": train/mask/c.png has no match of the same name in train/image."),
+    "train/target/a.png": (b"no image", "Row 0 of the train split (train/target/a.png) is not an image that can be read."),
+    A: (500, f"Row 0 of the train split ({A}) cannot be read: image file is truncated"),
+    f"./{A}": (
+        Image.new("I;16", (40, 32)),
+        f"Row 0 of the train split ({A}) has more than 8 bits per channel (Pillow mode I;16).",
     ),
-    "image without a mask": (
-        lambda folder: (folder / "train/mask/b.png").unlink(),
-        "task.data_dir=FOLDER: FOLDER/train/image/b.png has no match of the same name in FOLDER/train/mask.",
-    ),
-    "mask without an image": (
-        lambda folder: mask().save(folder / "train/mask/c.png"),
-        "task.data_dir=FOLDER: FOLDER/train/mask/c.png has no match of the same name in FOLDER/train/image.",
-    ),
-    "no image": (
-        lambda folder: (folder / "train/target/a.png").write_text("no image"),
-        "Row 0 of the train split (FOLDER/train/target/a.png) is not an image that can be read.",
-    ),
-    "half an image": (shortened, f"Row 0 of the train split (FOLDER/{A}) cannot be read: image file is truncated"),
-    "deep pixels": (
-        lambda folder: Image.new("I;16", (40, 32)).save(folder / A),
-        f"Row 0 of the train split (FOLDER/{A}) has more than 8 bits per channel (Pillow mode I;16).",
-    ),
-    "empty folder": (emptied, "task.data_dir=FOLDER: FOLDER/test/image has no images (.png, .jpg, "),
-    "black mask": (
-        lambda folder: mask(value=100).save(folder / "train/mask/a.png"),
-        "Row 0 of the train split (FOLDER/train/mask/a.png) has an empty mask, so there is nothing to restore.",
-    ),
-    "transparent mask": (
-        lambda folder: CLEAR.save(folder / "train/mask/a.png"),
-        "Row 0 of the train split (FOLDER/train/mask/a.png) has an empty mask",
-    ),
-    "mask of classes": (
-        lambda folder: classes().save(folder / "train/mask/a.png"),
-        "Row 0 of the train split (FOLDER/train/mask/a.png) is a mask with a palette of colours, such as (128, 0, 0), ",
-    ),
+    "test/image/*": (None, ": test/image has no images (.png, .jpg, "),
+    "train/mask/a.png": (mask(value=100), "(train/mask/a.png) has an empty mask, so there is nothing to restore."),
+    "./train/mask/a.png": (CLEAR, "(train/mask/a.png) has an empty mask"),
+    "train//mask/a.png": (classes(), "(train/mask/a.png) is a mask with a palette of colours, such as (128, 0, 0), "),
 }
+"""What becomes of a file: another image, other bytes, its first so many bytes, or nothing."""
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_cannot_be_restored_is_named_before_training(folder, fault):
-    harm, message = FAULTS[fault]
-    harm(folder)
-    assert refusal(folder).startswith(message.replace("FOLDER", str(folder)))
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_cannot_be_restored_is_named_before_training(folder, name):
+    content, message = FAULTS[name]
+    for path in folder.glob(name) if "*" in name else [folder / name]:
+        if content is None:
+            path.unlink()
+        elif isinstance(content, Image.Image):
+            content.save(path)
+        else:
+            path.write_bytes(content if isinstance(content, bytes) else path.read_bytes()[:content])
+    assert message in refusal(folder).replace(f"{folder}/", "")
 
 
 def test_a_missing_folder_and_an_image_smaller_than_the_crop_are_named(folder):
@@ -228,12 +201,10 @@ def test_a_turned_tiff_fits_a_mask_of_its_upright_size(folder):
 def test_an_image_that_changed_its_size_since_the_start_is_named(folder):
     train = task(folder).datasets()["train"]
     image(width=20).save(folder / "train" / "target" / "b.png")
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(
+        DataError, match=r"^Row 1 .*target/b\.png\): its target is 20 x 32 pixels, but was 40 x 32 when training"
+    ):
         train[1]
-    assert str(caught.value) == (
-        f"Row 1 of the train split ({folder}/train/target/b.png): its target is 20 x 32 pixels, but was 40 x 32 when training "
-        "began."
-    )
 
 
 def test_image_mask_and_target_get_the_same_crop_and_flip(folder):
@@ -321,68 +292,42 @@ def test_a_grid_holds_pictures_of_several_sizes():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("word", "message"),
     [
-        (("task.width=12",), "task.width=12 must be a multiple of 8."),
-        (("task.crop=8",), "task.crop=8 must be at least 16. null: whole images, as in evaluation."),
-        (("task.fill=[0,0]",), "task.fill=[0, 0] must be three numbers: red, green and blue."),
-        (("task.mask_weight=0",), "task.mask_weight=0.0 must be above 0."),
-        (
-            ("task.target_column=target",),
-            "task.target_column=target needs task.mask_column, which marks the damaged pixels.",
-        ),
-        (
-            ("task.network_args.depth=4",),
-            "task.network_args is for a network of your own: set task.network=package.module.Class.",
-        ),
-        (
-            ("train.min_lr=1",),
-            "train.min_lr=1.0 must not be above train.lr=0.001: the schedule falls to it. (train.lr: recipe restoration_demo; "
-            "train.min_lr: the command line)",
-        ),
-        (
-            ("train.schedule=constant", "train.min_lr=1e-6"),
-            "train.min_lr=1e-06 needs train.schedule=linear, cosine, wsd, cosine_restarts or polynomial, not constant.",
-        ),
+        ("task.width=12", "task.width=12 must be a multiple of 8."),
+        ("task.crop=8", "task.crop=8 must be at least 16. null: whole images, as in evaluation."),
+        ("task.fill=[0,0]", "task.fill=[0, 0] must be three numbers: red, green and blue."),
+        ("task.mask_weight=0", "task.mask_weight=0.0 must be above 0."),
+        ("task.target_column=target", "task.target_column=target needs task.mask_column, which marks the damaged pixels."),
+        ("task.network_args.depth=4", "task.network_args is for a network of your own: set task.network=package.module.Class."),
+        ("train.min_lr=1", "train.min_lr=1.0 must not be above train.lr=0.001: the schedule falls to it."),
+        ("train.schedule=constant train.min_lr=1e-6", "train.min_lr=1e-06 needs train.schedule=linear, cosine, wsd, cosine"),
     ],
 )
-def test_a_wrong_value_is_named(words, message):
+def test_a_wrong_value_is_named(word, message):
     with pytest.raises(ConfigError) as caught:
-        Recipe.load("restoration_demo", *words).validate()
-    assert str(caught.value) == message
+        Recipe.load("restoration_demo", *word.split(" ")).validate()
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"network": "nowhere.Net"},
-            "task.network=nowhere.Net cannot be imported: No module named 'nowhere'. Write package.module.Class.",
-        ),
-        ({"network": "hftune.Recipe"}, "task.network=hftune.Recipe is not a subclass of torch.nn.Module."),
+        ({"network": "nowhere.Net"}, "cannot be imported: No module named 'nowhere'. Write package.module.Class."),
+        ({"network": "hftune.Recipe"}, "is not a subclass of torch.nn.Module."),
         (
             {"network": "hftune.models.unet.UNet", "network_args": {"deep": 3}},
-            "task.network=hftune.models.unet.UNet cannot be built from task.network_args={'deep': 3}: "
-            "UNet.__init__() got an unexpected keyword argument 'deep'.",
+            "cannot be built from task.network_args={'deep': 3}: ",
+        ),
+        (
+            {"network": "torch.nn.Bilinear", "network_args": {"in1_features": 16, "in2_features": 16, "out_features": 2}},
+            "for images (1, 3, 16, 16) Bilinear returned (1, 3, 16, 2), not images of the same shape.",
         ),
     ],
 )
-def test_a_network_that_cannot_be_built_is_named(fields, message):
-    with pytest.raises(ConfigError) as caught:
-        ImageRestoration(**fields).build_model()
-    assert str(caught.value) == message
-
-
-def test_a_network_that_returns_something_else_is_named():
-    recipe = ImageRestoration(
-        network="torch.nn.Bilinear", network_args={"in1_features": 16, "in2_features": 16, "out_features": 2}
-    )
-    with pytest.raises(ConfigError) as caught:
-        recipe.build_model()(torch.zeros(1, 3, 16, 16), torch.zeros(1, 3, 16, 16))
-    assert (
-        str(caught.value)
-        == "task.network: for images (1, 3, 16, 16) Bilinear returned (1, 3, 16, 2), not images of the same shape."
-    )
+def test_a_network_that_cannot_be_used_is_named(fields, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        ImageRestoration(**fields).build_model()(torch.zeros(1, 3, 16, 16), torch.zeros(1, 3, 16, 16))
 
 
 def test_whole_images_of_several_shapes_keep_the_bound_in_pixels(folder):
