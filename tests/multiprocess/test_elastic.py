@@ -150,26 +150,22 @@ def has_begun(job: ElasticJob, first: Agent, number: int) -> None:
     job.wait_for_words(first, rf"Round {number}: \d")
 
 
-@pytest.mark.parametrize("deed", [signal.SIGTERM, signal.SIGKILL])
-def test_a_newcomer_that_leaves_before_it_has_joined_costs_a_restart(machines, begin, undisturbed, tmp_path, deed):
+def test_a_newcomer_that_dies_before_it_has_joined_costs_a_restart(machines, begin, undisturbed, tmp_path):
     one, two, three, _ = machines
     job = begin(str(tmp_path / "meeting"), nodes="2:3")
     agents = [job.start(one), job.start(two)]
     job.wait_for_step(1)
-    newcomer = job.start(three, SLOW_WITHIN=FOR_EVER)
+    job.start(three, SLOW_WITHIN=FOR_EVER)
     has_begun(job, agents[0], 1)
     time.sleep(2)
     began = time.monotonic()
-    if deed is signal.SIGKILL:
-        three.kill()
-    else:
-        newcomer.process.send_signal(deed)
+    three.kill()
     assert job.wait_for_resumption(began, 2, timeout_s=30).lost_steps == 0
     finish(job, *agents)
     assert_as_undisturbed(job, undisturbed, 2, 2)
 
 
-@pytest.mark.parametrize("event", ["another comes", "a member leaves", "the first one leaves"])
+@pytest.mark.parametrize("event", ["another comes", "the first one leaves"])
 def test_a_change_while_a_newcomer_starts_begins_another_round(machines, begin, undisturbed, tmp_path, event):
     """The first machine serves the store in which the others wait."""
     job = begin(str(tmp_path / "meeting"), nodes="2:4")
@@ -183,9 +179,8 @@ def test_a_change_while_a_newcomer_starts_begins_another_round(machines, begin, 
     if event == "another comes":
         agents, size = [one, two, three, job.start(machines[3])], 4
     else:
-        leaves = first if "first" in event else (two if first is one else one)
-        leaves.process.send_signal(signal.SIGTERM)
-        agents, size = [agent for agent in (one, two, three) if agent is not leaves], 2
+        first.process.send_signal(signal.SIGTERM)
+        agents, size = [agent for agent in (one, two, three) if agent is not first], 2
     assert job.wait_for_resumption(began, size, timeout_s=60).lost_steps == 0
     finish(job, *agents)
     if event == "another comes":  # with the checkpoint, or the rhythm, of the round with the third one, or instead of it
@@ -214,16 +209,8 @@ def test_a_newcomer_prepares_before_it_asks_and_holds_nobody_up(machines, begin,
     assert_as_undisturbed(job, undisturbed, 1, 2)
 
 
-@pytest.mark.parametrize(
-    ("launcher", "says"),
-    [
-        (("--rdzv_conf", "min_machines=5"), r"min_machines=5 .* the most, 2\."),
-        (("--rdzv_conf", "min_machines=0"), r"min_machines=0 "),
-    ],
-)
-def test_a_range_that_cannot_be_is_refused_in_a_sentence(machines, begin, tmp_path, launcher, says):
-    """torchrun itself refuses a least number that is 0 or above the most."""
+def test_a_range_that_cannot_be_is_refused_in_a_sentence(machines, begin, tmp_path):
     job = begin(str(tmp_path / "meeting"), nodes="1:2")
-    agent = job.start(machines[0], launcher=launcher)
+    agent = job.start(machines[0], launcher=("--rdzv_conf", "min_machines=5"))
     assert job.wait_for_end(agent, timeout_s=60) != [0] and "Traceback" not in agent.said, agent.said
-    assert re.search(f"hftune: .*{says}", agent.said), agent.said
+    assert re.search(r"hftune: .*min_machines=5 .* the most, 2\.", agent.said), agent.said
