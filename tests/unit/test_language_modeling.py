@@ -40,10 +40,7 @@ def task(tmp_path):
 
 def test_words_are_numbered_by_frequency_and_ties_by_text_and_keep_their_case():
     tokenizer = word_tokenizer(train_words(LINES, "words"), "words")
-    assert tokenizer.convert_ids_to_tokens(range(len(tokenizer))) == [
-        *("<unk>", "<eos>", ".", "The", "cat", "saw", "the"),
-        "dog",
-    ]
+    assert " ".join(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))) == "<unk> <eos> . The cat saw the dog"
     assert tokenizer("The bird saw the <unk>")["input_ids"] == [3, 0, 5, 6, 0]
     bound = word_tokenizer(train_words(reversed(LINES), "words", vocab_size=4), "words")
     assert bound.get_vocab() == {"<unk>": 0, "<eos>": 1, ".": 2, "The": 3}
@@ -167,10 +164,8 @@ def test_text_is_continued_and_its_own_perplexity_said(task):
 @torch.no_grad()
 @pytest.mark.parametrize("new", [40, 64, 100])
 def test_a_long_text_is_continued_up_to_the_last_position_at_most(task, new):
-    made = task(
-        generation={"max_new_tokens": new},
-        model_config={"model_type": "gpt2", "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2},
-    )
+    config = {"model_type": "gpt2", "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    made = task(generation={"max_new_tokens": new}, model_config=config)
     made.datasets()
     model = made.build_model().eval()
     model.generation_config.eos_token_id = None
@@ -191,119 +186,74 @@ def test_model_without_a_maximum_of_positions_reads_the_whole_text(task, monkeyp
     assert read == [6]
 
 
-FILES = "task.data_files={train: x.txt, eval: x.txt}"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["task.tokenizer=null"],
-            "task.model=null builds a new model: set task.tokenizer to words or basic_english, or to a name or a folder.",
-        ),
-        (
-            ["task.model=openai-community/gpt2"],
-            "task.tokenizer=words builds a vocabulary that does not fit task.model=openai-community/gpt2. Set "
-            "task.tokenizer=null to use the model's own tokenizer. (task.model: the command line; task.tokenizer: recipe wikitext2)",
-        ),
-        (["task.tokenizer=./nowhere"], "task.tokenizer=./nowhere: there is no such folder."),
-        (
-            ["task.tokenizer=openai-community/gpt2", "task.vocab_size=100"],
-            "task.vocab_size=100 has an effect only with task.tokenizer=words or basic_english.",
-        ),
-        (["task.block_length=0"], "task.block_length=0 must be at least 1."),
-        (
-            ["task.model_config=null"],
-            "task.model=null builds a new model: set task.model_config.model_type (such as gpt2) and its sizes.",
-        ),
-        (
-            ["task.dataset=text", "task.data_files={train: x.txt, eval: x.txt, tset: x.txt}"],
-            "task.data_files.tset is not a key of a recipe. Keys of task.data_files: train, eval, test.",
-        ),
-        (
-            ["task.dataset=text", "task.data_files={train: x.txt, eval: x.txt, test: y.txt}"],
-            "task.data_files.test=y.txt: there is no such file. Did you mean x.txt?",
-        ),
-        (
-            ["eval.metric=accuracy"],
-            "eval.metric='accuracy' is not computed by LanguageModeling. It computes: loss, perplexity.",
-        ),
+        ("task.tokenizer=null", "task.model=null builds a new model: set task.tokenizer to words"),
+        ("task.model=openai-community/gpt2", "task.tokenizer=words builds a vocabulary that does not fit"),
+        ("task.tokenizer=./nowhere", "task.tokenizer=./nowhere: there is no such folder."),
+        ("task.tokenizer=openai-community/gpt2; task.vocab_size=100", "has an effect only with task.tokenizer=words"),
+        ("task.block_length=0", "task.block_length=0 must be at least 1."),
+        ("task.model_config=null", "task.model=null builds a new model: set task.model_config.model_type (such as gpt2)"),
+        ("task.dataset=text; task.data_files={train: x.txt, eval: x.txt, tset: x.txt}", "Keys of task.data_files: "),
+        ("task.dataset=text; task.data_files={train: x.txt, eval: x.txt, test: y.txt}", "Did you mean x.txt?"),
+        ("eval.metric=accuracy", "is not computed by LanguageModeling. It computes: loss, perplexity."),
     ],
 )
 def test_what_cannot_work_is_refused_before_torch(words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.txt").write_text("a b\n")
     with pytest.raises(ConfigError) as refused:
-        Recipe.load("wikitext2", *words).validate()
-    assert refused.value.problems == [message]
+        Recipe.load("wikitext2", *words.split("; ")).validate()
+    (problem,) = refused.value.problems
+    assert message in problem
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"block_length": 15},
-            "task.block_length=15 needs 16 tokens or more; the train split has 15. Lower it, or use more text.",
-        ),
-        ({"text_column": "txt"}, "task.text_column=txt is not a column of the train split. It has: text. Did you mean 'text'?"),
-    ],
-)
-def test_data_that_cannot_work_are_refused_before_a_model_is_built(task, fields, message):
-    with pytest.raises(DataError) as refused:
-        task(**fields).datasets()
-    assert str(refused.value) == message
-
-
-def test_row_without_a_text_is_named(write_rows):
+def test_data_that_cannot_work_are_refused_before_a_model_is_built(task, write_rows):
     path = str(write_rows("rows.jsonl", [{"text": "a b c"}, {"text": None}, {"text": ""}]))
-    made = LanguageModeling(dataset="json", data_files={"train": path, "eval": path}, model_config=OWN, tokenizer="words")
-    with pytest.raises(DataError) as refused:
-        made.datasets()
-    assert str(refused.value) == "The train split has no text in column 'text' at row 1. Remove these rows, or fill them in."
+    for fields, message in (
+        ({"block_length": 15}, r"^task.block_length=15 needs 16 tokens or more; the train split has 15\. Lower it"),
+        ({"text_column": "txt"}, r"^task.text_column=txt is not a column of the train split\. .* Did you mean 'text'\?$"),
+        (
+            {"dataset": "json", "data_files": {"train": path, "eval": path}},
+            "^The train split has no text in column 'text' at row 1",
+        ),
+    ):
+        with pytest.raises(DataError, match=message):
+            task(**fields).datasets()
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("config", "message"),
     [
+        ({"max_position_embeddings": 3}, "task.block_length=4 exceeds the model's 3 positions. Lower it."),
         (
-            {"model_config": OWN | {"max_position_embeddings": 3}},
-            "task.block_length=4 exceeds the model's 3 positions. Lower it.",
-        ),
-        (
-            {"model_config": OWN | {"hidden_size": 15}},
+            {"hidden_size": 15},
             "task.model_config cannot be used: hidden_size=15 is not a multiple of 2 * num_attention_heads=4.",
         ),
-        ({"model_config": OWN | {"nhead": 3}}, "task.model_config.nhead is not a key of TransformerLMConfig."),
+        ({"nhead": 3}, "task.model_config.nhead is not a key of TransformerLMConfig."),
         (
-            {"model_config": {"model_type": "mixtral", "output_router_logits": True}},
-            "task.model_config.output_router_logits is true, with which mixtral adds a loss that balances its experts. hftune "
-            "computes the loss without it. Set task.model_config.output_router_logits=false.",
+            {"model_type": "mixtral", "output_router_logits": True},
+            "task.model_config.output_router_logits is true, with which mix",
         ),
-        (
-            {"model_config": {"model_type": "transformer"}},
-            "task.model_config.model_type='transformer' is not known to transformers. Did you mean 'transformer_lm'?",
-        ),
+        ({"model_type": "transformer"}, "'transformer' is not known to transformers. Did you mean 'transformer_lm'?"),
     ],
 )
-def test_model_that_cannot_work_is_refused(task, fields, message):
-    made = task(**fields)
+def test_model_that_cannot_work_is_refused(task, config, message):
+    made = task(model_config=config if "model_type" in config else OWN | config)
     made.datasets()
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         made.build_model()
-    assert str(refused.value) == message
 
 
 def test_tokenizer_that_knows_more_than_the_model_is_refused(task, subwords, tmp_path):
     made = task()
     made.datasets()
     made.save(made.build_model(), tmp_path / "model")
-    other = task(model=str(tmp_path / "model"), model_config={}, tokenizer=subwords)
-    with pytest.raises(ConfigError) as refused:
-        other.build_model()
-    assert str(refused.value) == (
-        f"The tokenizer has {len(other.text_tokenizer)} tokens, but task.model={tmp_path}/model has only 8. Set "
-        "task.tokenizer=null to use the model's own tokenizer."
-    )
+    with pytest.raises(
+        ConfigError, match=r"^The tokenizer has \d+ tokens, but task.model=.*/model has only 8\. Set task.tokenizer=null"
+    ):
+        task(model=str(tmp_path / "model"), model_config={}, tokenizer=subwords).build_model()
 
 
 def test_counted_pairs_are_probabilities_and_a_pair_tells_more_than_a_word():
