@@ -28,12 +28,7 @@ NUM_PARTS = 3
 
 @dataclass(frozen=True)
 class Scale:
-    """Measures how far a try is on the way from the good end to the bad one.
-
-    Args:
-        good: the losses of the good end's steps.
-        bad: those of the bad end, of the same steps.
-    """
+    """Measures how far a try is on the way from the good end to the bad one, by the losses of the same steps."""
 
     good: Sequence[float]
     bad: Sequence[float]
@@ -124,9 +119,7 @@ class Judge:
         on_try: called after each try.
     """
 
-    def __init__(
-        self, compute: Callable[[Any], Sequence[float]], scale: Scale, on_try: Callable[[Try], None] = lambda made: None
-    ):
+    def __init__(self, compute: Callable[[Any], Sequence[float]], scale: Scale, on_try: Callable[[Try], None]):
         self.compute, self.scale, self.on_try = compute, scale, on_try
         self.tries: dict[tuple[str, ...], Try] = {}
         """By their changes."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftune.errors import ConfigError
+from hftune.data.files import FORMAT_OF, format_of
+from hftune.errors import ConfigError, format_value
 from hftune.replay.bisection import MIN_STEPS, Judge, Scale, Try, find_bad, steps_to_compute
-from hftune.replay.changes import DataFiles, KeyChange, LineChange, changed_keys, override, spell
+from hftune.replay.differences import ROUNDING, effects_of
 from hftune.replay.history import BOUNDS, Change, History, Override
 from hftune.replay.tolerance import TOLERANCE, relative
 from hftune.tracking.console import hide_reports, note, one_line, short
@@ -35,8 +37,149 @@ TIMES_NOISE = 3
 NEAR = 0.01
 """Tolerance of a whole run's losses, as a fraction of the difference of the ends; rounding differs with the processes."""
 OTHER_STEPS = "Compute others: --steps K, --from STEP."
+SEPARATED = ("csv", "tsv")
+LINE_FORMATS = ("json", "text", *SEPARATED)
+"""Formats that have a row a line."""
 
-Say = Callable[[str], None]
+LossesWith = Callable[[Sequence[Override]], list[float]]
+"""Returns the losses of the steps of a try with these overrides."""
+
+
+# What can be changed one by one
+
+
+class _Missing:
+    def __str__(self) -> str:
+        return "missing"
+
+
+MISSING = _Missing()
+"""In the place of the value of a key that a recipe does not have."""
+
+
+@dataclass(frozen=True)
+class KeyChange:
+    """A key of the recipe that has another value in the bad run."""
+
+    key: str
+    good: Any
+    bad: Any
+    replaces: bool = False
+    """Whether the good value, or a part of it, must not be inherited: the bad one is a mapping that lacks it, or is missing."""
+
+    def __str__(self) -> str:
+        return f"{self.key}={spell(self.bad)}"
+
+    @property
+    def description(self) -> str:
+        return f"  {self.key}: {spell(self.good)} -> {spell(self.bad)}"
+
+
+@dataclass(frozen=True)
+class LineChange:
+    """A line of a data file that is different in the bad one."""
+
+    number: int
+    """Counted from 1, as editors do."""
+    good: str = field(repr=False)
+    bad: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return str(self.number)
+
+    @property
+    def description(self) -> str:
+        label = f"  line {self.number}"
+        return f"{label}  good  {one_line(self.good, WIDTH)}\n{'':{len(label)}}  bad   {one_line(self.bad, WIDTH)}"
+
+
+def spell(value: Any) -> str:
+    """Return a value as one would type it."""
+    return str(value) if isinstance(value, (str, _Missing)) else format_value(value)
+
+
+def override(changes: Iterable[KeyChange]) -> dict[str, Any]:
+    """Return the values that make these changes to the good run's recipe."""
+    changes = list(changes)
+    replaced = [change.key for change in changes if change.replaces]
+    values = {change.key: change.bad for change in changes if change.bad is not MISSING}
+    return {"replace": replaced, **values} if replaced else values
+
+
+def changed_keys(good: Mapping[str, Any], bad: Mapping[str, Any]) -> list[KeyChange]:
+    """Return the keys that differ between two recipes and can change a loss, in the order of the good one.
+
+    Args:
+        good: a recipe as plain nested data, as ``Recipe.to_dict`` returns it.
+    """
+    if good.get("task", {}).get("type") != bad.get("task", {}).get("type"):  # their keys mean different things
+        whole = KeyChange("task", good.get("task", MISSING), bad.get("task", MISSING), replaces=True)
+        good, bad = ({key: value for key, value in recipe.items() if key != "task"} for recipe in (good, bad))
+        return [whole, *_differing("", good, bad)]
+    return [*_differing("", good, bad)]
+
+
+def _differing(prefix: str, good: Mapping[str, Any], bad: Mapping[str, Any]) -> Iterator[KeyChange]:
+    for name in dict.fromkeys([*good, *bad]):
+        key, one, other = f"{prefix}{name}", good.get(name, MISSING), bad.get(name, MISSING)
+        if one == other or effects_of(key) <= ROUNDING:
+            continue
+        are_mappings = isinstance(one, Mapping) and isinstance(other, Mapping)
+        # Each key of a mapping is a change of its own if none goes, and all can be typed.
+        if are_mappings and (not prefix or ({*one} <= {*other} and all(re.fullmatch(r"\w+", str(word)) for word in other))):
+            yield from _differing(f"{key}.", one, other)
+        else:
+            yield KeyChange(key, one, other, replaces=other is MISSING or isinstance(one, Mapping))
+
+
+class DataFiles:
+    """Two data files, of which a third one can be mixed: the good one with some of the bad one's lines.
+
+    Raises:
+        ConfigError: they cannot be mixed line by line: each needs a row a line, in one format, and as many of them.
+    """
+
+    def __init__(self, good: Path, bad: Path):
+        self.suffix = good.suffix
+        kind = format_of(good.name)
+        for path in (good, bad):
+            if format_of(path.name) != kind or kind not in LINE_FORMATS or path.suffix.lower() not in FORMAT_OF:
+                raise ConfigError(
+                    f"{good} and {bad}: a search over rows needs two files of one format: .jsonl, .csv, .tsv, .txt."
+                )
+        self._lines, bad_lines = (_lines(path, kind) for path in (good, bad))
+        if (count := len(self._lines)) != (other := len(bad_lines)):
+            raise ConfigError(
+                f"{good} has {count:,} lines and {bad} has {other:,}. Then no step has the samples it had, so no line can be "
+                "blamed."
+            )
+        pairs = enumerate(zip(self._lines, bad_lines, strict=True), start=1)
+        self.changes = [LineChange(number, one, other) for number, (one, other) in pairs if one != other]
+        if kind in SEPARATED and self.changes and self.changes[0].number == 1:
+            raise ConfigError(f"{good} and {bad} have different columns: a search over rows needs the same header.")
+
+    def write(self, changes: Sequence[LineChange], path: Path) -> None:
+        """Write the good file with these lines of the bad one."""
+        lines = [*self._lines]
+        for change in changes:
+            lines[change.number - 1] = change.bad
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="")
+
+
+def _lines(path: Path, kind: str) -> list[str]:
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
+    lines = text.removesuffix("\n").split("\n")
+    spread = next((n for n, line in enumerate(lines, 1) if kind in SEPARATED and line.count('"') % 2), None)
+    if spread is not None or (kind == "json" and text.lstrip().startswith("[")):
+        where = f"line {spread} has a cell of several lines" if spread else "it is one JSON list"
+        raise ConfigError(f"{path} does not have a row a line: {where}. Write it as .jsonl, then search over its rows.")
+    return lines
+
+
+# The search
 
 
 @dataclass
@@ -53,14 +196,30 @@ class End:
     def label(self) -> str:
         return " ".join([str(self.history.folder), *self.words])
 
-    def recorded(self, first: int) -> list[float] | None:
-        """Return the losses from a step on that the ledger has of this end; None if it was no run, or has none."""
+    def recorded(self, first: int) -> list[float]:
+        """Return the losses from a step on that the ledger has of this end; none if it was no run, or one is missing."""
         steps = self.history.ledger.steps
         losses = [steps[step].get("loss") for step in sorted(steps) if step >= first]
-        return losses if not self.words and None not in losses else None
+        return losses if not self.words and None not in losses else []
+
+    def remark(self, losses: Sequence[float], first: int, scale: Scale) -> str:
+        """Say whether an end that was a run is computed as it was then, measured by how far the ends are apart."""
+        if not (recorded := self.recorded(first)[: len(losses)]):
+            return ""
+        apart = [relative(now, then) for now, then in zip(losses, recorded, strict=True)]
+        if max(apart) <= TOLERANCE:
+            return ", as in its ledger"
+        if Scale(recorded, losses).difference < NEAR * scale.difference:
+            return f", as in its ledger to {max(apart):.0e}"
+        index = next(index for index, value in enumerate(apart) if value > TOLERANCE)
+        then, now = short(recorded[index]), short(losses[index])
+        why, command = ("The keys do not explain all of it", "compare")
+        if self.name == "good":
+            why, command = ("Code, libraries, data or hardware differ", "replay")
+        return f"; not as it was: step {first + index} had loss {then} and has {now} here. {why}: see hftune {command}."
 
 
-def search_for(options: argparse.Namespace, say: Say) -> Search:
+def search_for(options: argparse.Namespace, say: Callable[[str], None]) -> Search:
     """Check the arguments and find the keys that differ, before anything is computed.
 
     Raises:
@@ -88,10 +247,9 @@ def search_for(options: argparse.Namespace, say: Say) -> Search:
     if (options.steps or 0) > most:
         raise ConfigError(f"--steps {options.steps}: from step {first} on there are {most} steps in the ledger.")
     known = good.recorded(first), bad.recorded(first)
-    suggested = steps_to_compute(*known) if known[0] is not None and known[1] is not None else min(most, MIN_STEPS)
+    count = options.steps or (steps_to_compute(*known) if all(known) else min(most, MIN_STEPS))
     bounds = {f"train.{name}": recipes[0]["train"][name] for name in BOUNDS}  # as training resolved them
-    last = first + (options.steps or suggested) - 1
-    return Search(good, bad, [bounds, *good.words], changes, first, last, say)
+    return Search(good, bad, [bounds, *good.words], changes, first, first + count - 1, say)
 
 
 @dataclass
@@ -106,7 +264,7 @@ class Search:
     first: int
     last: int
     """The steps of a try."""
-    say: Say
+    say: Callable[[str], None]
 
     def run(self) -> dict[str, Any]:
         """Return the result as plain data, after it was printed."""
@@ -133,8 +291,8 @@ class Search:
                 losses.append(step.loss)
         return losses
 
-    def search(self, losses_with: Callable[[Sequence[Override]], list[float]]) -> dict[str, Any]:
-        """Compute both ends, search among the keys, and return what was found. ``losses_with``: of overrides."""
+    def search(self, losses_with: LossesWith) -> dict[str, Any]:
+        """Compute both ends, search among the keys, and return what was found."""
 
         def losses(changes: Sequence[KeyChange]) -> list[float]:
             return losses_with([*self.words, override(changes)])
@@ -142,7 +300,7 @@ class Search:
         ends = {"good": losses([]), "bad": losses(self.changes)}
         scale = Scale(*ends.values())
         for end in (self.good, self.bad):
-            remark = remark_on(end, ends[end.name], self.first, scale)
+            remark = end.remark(ends[end.name], self.first, scale)
             self.say(f"  {end.name:>6}  {curve_of(scale.curve(ends[end.name]))}  {end.label}{remark}")
         result: dict[str, Any] = {
             "steps": [self.first, self.last],
@@ -151,7 +309,14 @@ class Search:
             "found": [],
         }
         if scale.difference <= TOLERANCE:
-            self.say(self._nothing_to_find())
+            known = [end.recorded(self.first)[: len(ends["good"])] for end in (self.good, self.bad)]
+            if all(known) and Scale(*known).difference > TOLERANCE:
+                self.say(
+                    "The keys make no difference in these steps, in which the runs differed: the cause is none of them. See "
+                    f"hftune compare {self.good.history.folder} {self.bad.history.folder}."
+                )
+            else:
+                self.say(f"The two ends have the same loss in these steps: there is nothing to find. {OTHER_STEPS}")
             return result
         if scale.difference < MAYBE_NOISE and (noise := Scale(scale.good, losses([])).difference) > 0:
             self.say(f"The ends differ by {scale.difference:.0e}; the good one, computed again, from itself by {noise:.0e}.")
@@ -159,8 +324,8 @@ class Search:
                 self.say(f"That may be chance: there is nothing to find in these steps. {OTHER_STEPS}")
                 return result
         judge = Judge(losses, scale, lambda made: self.say(line_of(made)))
-        found = self._find("key", self.changes, judge, describe_key)
-        if found and len(found) < len(self.changes) and judge.look(others(found, self.changes)).is_bad:
+        found, rest = self._find("key", self.changes, judge)
+        if rest and judge.look(rest).is_bad:
             fixed = " ".join(f"{change.key}={spell(change.good)}" for change in found)
             self.say(f"So there is another cause. To find it, leave this one out: add --bad {fixed}")
         result |= {"found": [asdict(change) for change in found], "tries": [asdict(made) for made in judge.tries.values()]}
@@ -168,25 +333,11 @@ class Search:
             result["lines"] = self._search_lines(found[0], losses_with, scale.good)
         return result
 
-    def _nothing_to_find(self) -> str:
-        """Say why both ends are the same."""
-        count = self.last - self.first + 1
-        known = self.good.recorded(self.first), self.bad.recorded(self.first)
-        if known[0] and known[1] and Scale(known[0][:count], known[1][:count]).difference > TOLERANCE:
-            return (
-                "The keys make no difference in these steps, in which the runs differed: the cause is none of them. See "
-                f"hftune compare {self.good.history.folder} {self.bad.history.folder}."
-            )
-        return f"The two ends have the same loss in these steps: there is nothing to find. {OTHER_STEPS}"
-
-    def _search_lines(
-        self, change: KeyChange, losses_with: Callable[[Sequence[Override]], list[float]], good: Sequence[float]
-    ) -> dict[str, Any] | None:
+    def _search_lines(self, change: KeyChange, losses_with: LossesWith, good: Sequence[float]) -> dict[str, Any] | None:
         """Search among the lines in which two files of training data differ; None if the files cannot be mixed."""
-        if not isinstance(change.good, str) or not isinstance(change.bad, str):
-            self.say("Its lines are not searched: they are in several files.")
-            return None
         try:
+            if not isinstance(change.good, str) or not isinstance(change.bad, str):
+                raise ConfigError("they are in several files.")
             files = DataFiles(Path(change.good).expanduser(), Path(change.bad).expanduser())
         except ConfigError as error:
             self.say(f"Its lines are not searched: {error}")
@@ -201,56 +352,30 @@ class Search:
 
             bad = losses_with([*self.words, override([change])])
             judge = Judge(losses, Scale(good, bad), lambda made: self.say(line_of(made, "lines ")))
-            found = self._find("line", files.changes, judge, describe_line)
+            found, _ = self._find("line", files.changes, judge)
         return {
             "changed": len(files.changes),
             "found": [asdict(one) for one in found],
             "tries": [asdict(made) for made in judge.tries.values()],
         }
 
-    def _find(self, noun: str, changes: Sequence[Any], judge: Judge, describe: Callable[[Any], list[str]]) -> list[Any]:
-        """Search among changes; print what was found, and how much of the difference it makes."""
+    def _find(self, noun: str, changes: Sequence[Any], judge: Judge) -> tuple[list[Any], list[Any]]:
+        """Search among changes; print what was found, and how much of the difference it makes. Return it, and the others."""
         found = find_bad(changes, lambda some: judge.look(some).is_bad)
-        rest = others(found, changes)
+        rest = [change for change in changes if change not in found]
         made, without = (judge.look(found), judge.look(rest)) if rest else (None, None)
         self.say("Cause:" if len(found) == 1 else f"Cause, {len(found):,} {noun}s that act together:")
         for change in found[:MAX_SHOWN]:
-            self.say("\n".join(describe(change)))
+            self.say(change.description)
         if len(found) > MAX_SHOWN:
             self.say(f"  and {len(found) - MAX_SHOWN:,} more")
         if made is not None and without is not None:
+            own = "an unknown share" if made.place is None else f"{made.place:.0%}"
             other = f"the other {noun}" if len(rest) == 1 else f"the other {len(rest):,} {noun}s"
-            share = "cannot be tried" if without.place is None else f"make{'s' if len(rest) == 1 else ''} {percent(without)}"
+            share = "cannot be tried" if without.place is None else f"make{'s' if len(rest) == 1 else ''} {without.place:.0%}"
             what, them = ("It makes", "it") if len(found) == 1 else ("Together they make", "them")
-            self.say(f"{what} {percent(made)} of the difference; {other} {share} without {them}.")
-        return found
-
-
-def others(found: Sequence[Any], changes: Sequence[Any]) -> list[Any]:
-    return [change for change in changes if change not in found]
-
-
-def percent(made: Try) -> str:
-    """Format the share of the difference that a try makes."""
-    return "an unknown share" if made.place is None else f"{made.place:.0%}"
-
-
-def remark_on(end: End, losses: Sequence[float], first: int, scale: Scale) -> str:
-    """Say whether an end that was a run is computed as it was then, measured by how far the ends are apart."""
-    recorded = end.recorded(first)
-    if recorded is None:
-        return ""
-    recorded = recorded[: len(losses)]
-    apart = [relative(now, then) for now, then in zip(losses, recorded, strict=True)]
-    if max(apart) <= TOLERANCE:
-        return ", as in its ledger"
-    if Scale(recorded, losses).difference < NEAR * scale.difference:
-        return f", as in its ledger to {max(apart):.0e}"
-    index = next(index for index, value in enumerate(apart) if value > TOLERANCE)
-    then, now = short(recorded[index]), short(losses[index])
-    why = "Code, libraries, data or hardware differ" if end.name == "good" else "The keys do not explain all of it"
-    command = "hftune replay" if end.name == "good" else "hftune compare"
-    return f"; not as it was: step {first + index} had loss {then} and has {now} here. {why}: see {command}."
+            self.say(f"{what} {own} of the difference; {other} {share} without {them}.")
+        return found, rest
 
 
 def curve_of(means: Sequence[float]) -> str:
@@ -264,17 +389,6 @@ def line_of(made: Try, prefix: str = "") -> str:
     if made.place is None:
         return f"  {'-':>6}  {curve_of([])}  {what}: cannot be tried. {one_line(made.problem or '', WIDTH)}"
     return f"  {made.place:>6.2f}  {curve_of(made.curve)}  {what}{'  (unclear)' if made.is_unclear else ''}"
-
-
-def describe_key(change: KeyChange) -> list[str]:
-    """Return both values of a key."""
-    return [f"  {change.key}: {spell(change.good)} -> {spell(change.bad)}"]
-
-
-def describe_line(change: LineChange) -> list[str]:
-    """Return both versions of a line of data."""
-    label = f"  line {change.number}"
-    return [f"{label}  good  {one_line(change.good, WIDTH)}", f"{'':{len(label)}}  bad   {one_line(change.bad, WIDTH)}"]
 
 
 @contextmanager

@@ -10,8 +10,7 @@ import pytest
 from hftune import ConfigError, cli
 from hftune.commands.bisect_step import check, judge
 from hftune.replay.bisection import Scale
-from hftune.replay.changes import KeyChange
-from hftune.replay.key_search import End, Search, remark_on
+from hftune.replay.key_search import End, KeyChange, Search
 
 
 @pytest.mark.parametrize(
@@ -99,9 +98,9 @@ def test_search_is_made_in_one_process(capsys, monkeypatch, command):
 def test_end_says_whether_it_is_what_its_run_was(name, losses, said):
     steps = {number: {"loss": loss} for number, loss in enumerate([3.0, 2.0, 1.0, 0.5], start=6)}
     history = SimpleNamespace(folder="out", ledger=SimpleNamespace(steps=steps))
-    found = remark_on(End(name, history, []), losses, 7, Scale([2.0, 1.0], [2.0, 3.0]))
+    found = End(name, history, []).remark(losses, 7, Scale([2.0, 1.0], [2.0, 3.0]))
     assert found == said or (said[0] == ";" and found.startswith(said))
-    assert remark_on(End(name, history, ["train.lr=1"]), losses, 7, Scale([2.0], [3.0])) == ""
+    assert End(name, history, ["train.lr=1"]).remark(losses, 7, Scale([2.0], [3.0])) == ""
 
 
 LINE = {"step": 3, "loss": 1.5, "grad_norm": 2.0, "digest": "d"}

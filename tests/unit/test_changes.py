@@ -3,7 +3,7 @@
 import pytest
 
 from hftune import ConfigError, Recipe
-from hftune.replay.changes import DataFiles, changed_keys, override
+from hftune.replay.key_search import DataFiles, changed_keys, override
 
 BAD = (
     "train.lr=0.1",
@@ -52,14 +52,16 @@ def test_all_changes_together_make_the_bad_recipe_and_none_the_good_one(words, t
         assert changed_keys(mixed.to_dict(), wanted.to_dict()) == []
 
 
-def test_lines_of_a_data_file_are_mixed(tmp_path):
-    good, bad, mixed = (tmp_path / name for name in ("good.csv", "bad.csv", "mixed.csv"))
-    good.write_text("text,label\na,0\nb\r,1\nc,0\nd,1\n")
-    bad.write_text("text,label\na,1\nb\r,1\nc,1\nd,0")
+@pytest.mark.parametrize(("suffix", "between"), [("csv", ","), ("tsv", "\t")])
+def test_lines_of_a_data_file_are_mixed(tmp_path, suffix, between):
+    good, bad, mixed = (tmp_path / f"{name}.{suffix}" for name in ("good", "bad", "mixed"))
+    good.write_text("text,label\na,0\nb\r,1\nc,0\nd,1\n".replace(",", between))
+    bad.write_text("text,label\na,1\nb\r,1\nc,1\nd,0".replace(",", between))
     files = DataFiles(good, bad)
     assert [change.number for change in files.changes] == [2, 4, 5]
     files.write(files.changes[1:2], mixed)
-    assert mixed.read_text() == "text,label\na,0\nb\n,1\nc,1\nd,1\n"  # read_text makes \n of \r
+    mixed_lines = "text,label\na,0\nb\n,1\nc,1\nd,1\n"  # read_text makes \n of \r
+    assert mixed.read_text() == mixed_lines.replace(",", between)
     files.write(files.changes, mixed)
     assert mixed.read_text() == bad.read_text() + "\n"
 
@@ -68,6 +70,7 @@ def test_lines_of_a_data_file_are_mixed(tmp_path):
     ("name", "good", "bad", "said"),
     [
         ("x.csv", "a,b\n1,2\n", "a,c\n1,2\n", "different columns"),
+        ("x.tsv", "a\tb\n1\t2\n", "a\tc\n1\t2\n", "different columns"),
         ("x.csv", 'a\n"1\n2"\n', 'a\n"1\n3"\n', "line 2 has a cell of several lines"),
         ("x.json", "[\n1]", "[\n2]", "it is one JSON list"),
         ("x.jsonl", "{}\n", "{}\n{}\n", "has 1 lines and .* has 2[.] Then no step has the samples it had"),
