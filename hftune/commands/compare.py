@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> int:
     if len(options.folders) < 2:
         raise ConfigError(f"compare needs two or more runs: hftune compare {options.folders[0]} RUN.")
     from hftune.replay.comparison import compare
-    from hftune.replay.comparison_text import describe
+    from hftune.replay.findings import describe
     from hftune.replay.run_record import read_run, run_names
     from hftune.tracking.jsonl import strict_json
 

@@ -1,6 +1,6 @@
 """Runs beside each other: where they diverge and why, and how sure the differences of their losses and metrics are.
 
-Knows not how it is shown: ``hftune compare`` prints it, as text or JSON, and the report has it as sections.
+Knows not how it is shown: ``findings`` puts it into words and tables, for the terminal and the report.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -15,10 +16,10 @@ import numpy as np
 
 from hftune.data.row_hashes import read_rows, root
 from hftune.errors import ConfigError
-from hftune.replay.differences import OWN_KEYS, changes_on_resume
+from hftune.replay.differences import OWN_KEYS, differences_between
 from hftune.replay.divergence import Divergence, find_divergence
 from hftune.replay.intervals import MIN_SEEDS, Interval, of_independent, of_unpaired
-from hftune.replay.ledger import LedgerRecord, read_ledger
+from hftune.replay.ledger import LedgerRecord, read_ledger, stretches
 from hftune.replay.paired import PairedEvaluation, TrainingLoss, evaluation, training_loss
 from hftune.replay.run_record import RunRecord, plain
 
@@ -54,6 +55,7 @@ class RunFacts:
     """What is wrong with the ledger, a sentence each."""
     can_be_replayed: bool
     metrics: dict[str, float]
+    """The best metric, the metrics of the last evaluation, and those of the test."""
 
 
 @dataclass
@@ -124,17 +126,29 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
 
 def _read(run: RunRecord) -> tuple[LedgerRecord, np.ndarray | None, RunFacts]:
     """Return a run's ledger, empty if there is none, the hashes of its training rows, if they are known, and its facts."""
+    record, rows, missing = LedgerRecord(), None, []
     try:
-        record, missing = read_ledger(run.folder), []
+        record = read_ledger(run.folder)
     except ConfigError as error:
-        record, missing = LedgerRecord(), [f"The steps of {run.name} are not compared: {error}"]
-    rows = None
-    if not missing:
-        try:
-            rows = _training_rows(run, record)
-        except ConfigError as error:
-            missing.append(str(error))
-    changes = changes_on_resume(record)
+        missing.append(f"The steps of {run.name} are not compared: {error}")
+    roots = {start.get("data", {}).get("train", {}).get("root") for start in record.starts}
+    if len(roots) > 1:
+        missing.append(f"The data of {run.name} changed on its way: of the rows, only the digests are compared.")
+    elif roots - {None}:
+        rows = read_rows(run.folder)
+        if rows is None or root(rows) not in roots:
+            rows = None
+            missing.append(f"{run.name} has no rows.bin that fits its ledger: which rows differ is not known.")
+    pieces = [
+        (now.steps[0], [*differences_between(before.starts[0], now.starts[0], now.steps[0])])
+        for before, now in pairwise(stretches(record, record))
+    ]
+    changes = [one for _, differences in pieces for one in differences]
+    metrics = {f"best {point[0]}": point[2]} if (point := run.best_point()) else {}
+    for split, prefix in (("eval/", ""), ("test/", "test ")):
+        for key, curve in run.log.curves.items():
+            if key.startswith(split) and (value := curve.last()) is not None:
+                metrics[prefix + key.removeprefix(split)] = value
     facts = RunFacts(
         name=run.name,
         folder=str(run.folder),
@@ -142,43 +156,14 @@ def _read(run: RunRecord) -> tuple[LedgerRecord, np.ndarray | None, RunFacts]:
         num_steps=record.last or run.log.last_step,
         processes=record.starts_of[record.last].get("world_size") if record.steps else run.facts.get("processes"),
         is_finished=run.is_finished,
-        changes=[(step, [one.text.replace(" | ", " -> ") for one in differences]) for step, differences in changes],
-        has_several_recipes=any(one.kind in ("recipe", "data") and one.effects for _, found in changes for one in found),
+        changes=[(step, [one.text.replace(" | ", " -> ") for one in found]) for step, found in pieces if found],
+        has_several_recipes=any(one.kind in ("recipe", "data") and one.effects for one in changes),
         missing=missing,
         problems=record.problems,
         can_be_replayed=bool(record.steps),
-        metrics=_last_metrics(run),
+        metrics=metrics,
     )
     return record, rows, facts
-
-
-def _training_rows(run: RunRecord, record: LedgerRecord) -> np.ndarray | None:
-    """Return the hashes of a run's training rows, (N, 16) uint8; None for data of which it has hashed no single rows.
-
-    Raises:
-        ConfigError: rows.bin does not say what the rows were.
-    """
-    roots = {start.get("data", {}).get("train", {}).get("root") for start in record.starts}
-    if len(roots) > 1:
-        raise ConfigError(f"The data of {run.name} changed on its way: of the rows, only the digests are compared.")
-    if roots == {None}:
-        return None
-    rows = read_rows(run.folder)
-    if rows is None or root(rows) not in roots:
-        raise ConfigError(f"{run.name} has no rows.bin that fits its ledger: which rows differ is not known.")
-    return rows
-
-
-def _last_metrics(run: RunRecord) -> dict[str, float]:
-    """Return the best metric, the metrics of the last evaluation, and those of the test, by name."""
-    found: dict[str, float] = {}
-    if point := run.best_point():
-        found[f"best {point[0]}"] = point[2]
-    for split, prefix in (("eval/", ""), ("test/", "test ")):
-        for key, curve in run.log.curves.items():
-            if key.startswith(split) and (value := curve.last()) is not None:
-                found[prefix + key.removeprefix(split)] = value
-    return found
 
 
 def _methods(runs: Sequence[RunRecord], facts: Sequence[RunFacts]) -> list[Method]:
@@ -199,22 +184,15 @@ def _methods(runs: Sequence[RunRecord], facts: Sequence[RunFacts]) -> list[Metho
     telling = [key for key in keys if len({plain(recipe.get(key)) for recipe in firsts}) > 1]
     methods = []
     for number, (group, recipe) in enumerate(zip(groups.values(), firsts, strict=True)):
-        members = [*group.values()]
-        keys_of_it = ", ".join(f"{key}={_short_value(recipe[key])}" for key in telling if key in recipe) or "all"
-        metrics = {
-            name: [facts[index].metrics[name] for index in members]
-            for name in facts[members[0]].metrics
-            if all(name in facts[index].metrics for index in members)
-        }
+        values = {key: plain(recipe[key]) for key in telling if key in recipe}
+        shown = ", ".join(f"{key}={value.rpartition('/')[2] or value}" for key, value in values.items())  # of a path, its end
+        own = [facts[index].metrics for index in group.values()]
+        metrics = {name: [one[name] for one in own] for name in own[0] if all(name in one for one in own)}
         letter = chr(ord("A") + number) if number < 26 else f"A{number}"
-        seeds = [runs[index].recipe.get("seed") for index in members]
-        methods.append(Method(f"{letter}: {keys_of_it}", [runs[index].name for index in members], seeds, metrics))
+        members = [runs[index] for index in group.values()]
+        seeds = [run.recipe.get("seed") for run in members]
+        methods.append(Method(f"{letter}: {shown or 'all'}", [run.name for run in members], seeds, metrics))
     return methods
-
-
-def _short_value(value: Any) -> str:
-    """Return a value of a recipe in short: of a path, its end."""
-    return (value.rpartition("/")[2] or value) if isinstance(value, str) else plain(value)
 
 
 def _method_difference(a: Method, b: Method, name: str) -> MethodDifference:

@@ -5,9 +5,8 @@ Knows nothing of whether a difference explains anything. Shape suffix: N rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -112,43 +111,35 @@ def differences_between(a: Mapping[str, Any], b: Mapping[str, Any], step: int, h
     Args:
         has_rows: whether the training rows are compared one by one, elsewhere.
     """
-    yield from _recipe_differences(a, b, step, has_rows)
-    splits = [start.get("data", {}) for start in (a, b)]
-    for split in dict.fromkeys([*splits[0], *splits[1]]):
-        about = [one.get(split, {}) for one in splits]
-        counts = [one.get("rows") for one in about]
-        is_same = all(about[0].get(name) == about[1].get(name) for name in ("rows", "root", "digest"))
-        if is_same or (split == "train" and has_rows):
-            continue
-        text = f"{split}: other rows" if counts[0] == counts[1] else f"{split}: {counts[0]} | {counts[1]} rows"
-        yield Difference("data", split, text, DATA if split == "train" else NOTHING, step)
-    for kind, name, changes in PARTS:
-        sides = [start.get(name) for start in (a, b)]
-        parts = dict(_unequal(*(flat(side) if isinstance(side, Mapping) else {name: side} for side in sides)))
-        idle = {file: parts.pop(file) for file in [*parts] if kind == "code" and file.startswith(DOES_NOT_TRAIN)}
-        if parts:
-            yield Difference(kind, name, _listed(parts, has_values=kind != "code"), changes, step)
-        if idle:
-            text = f"{_listed(idle, has_values=False)} (which do{'es' if len(idle) == 1 else ''} not train)"
-            yield Difference(kind, "code that does not train", text, NOTHING, step)
-    of_processes = {"processes": "world_size", "strategy": "strategy"}
-    parts = dict(_unequal(*({name: start.get(key) for name, key in of_processes.items()} for start in (a, b))))
-    if parts:
-        yield Difference("processes", "processes", _listed(parts), ROUNDING, step)
-
-
-def _recipe_differences(a: Mapping[str, Any], b: Mapping[str, Any], step: int, has_rows: bool) -> Iterator[Difference]:
-    changed = dict(_unequal(*(flat(start.get("recipe")) for start in (a, b))))
+    changed = _unequal(flat(a.get("recipe")), flat(b.get("recipe")))
     for name, key in RESOLVED_KEYS.items():
         if a.get(name) != b.get(name):
             changed.setdefault(key, (a.get(name), b.get(name)))
     for key, values in changed.items():
-        if key in OWN_KEYS or key.startswith("track."):
+        if key not in OWN_KEYS and not key.startswith("track."):
+            changes, remark = effects_of(key), ""
+            if changes == DATA and has_rows:
+                changes, remark = NOTHING, " (the rows themselves are compared)"
+            yield Difference("recipe", key, f"{key}: {_both(values)}{remark}", changes, step, values=values)
+    for split, (one, other) in _unequal(a.get("data", {}), b.get("data", {})).items():
+        one, other = ({name: (side or {}).get(name) for name in ("rows", "root", "digest")} for side in (one, other))
+        if one == other or (split == "train" and has_rows):
             continue
-        changes, remark = effects_of(key), ""
-        if changes == DATA and has_rows:
-            changes, remark = NOTHING, " (the rows themselves are compared)"
-        yield Difference("recipe", key, f"{key}: {_both(values)}{remark}", changes, step, values=values)
+        rows = "other rows" if one["rows"] == other["rows"] else f"{one['rows']} | {other['rows']} rows"
+        yield Difference("data", split, f"{split}: {rows}", DATA if split == "train" else NOTHING, step)
+    for kind, name, changes in PARTS:
+        parts = _unequal(*(flat(side) if isinstance(side := start.get(name), Mapping) else {name: side} for start in (a, b)))
+        idle = {file: parts.pop(file) for file in [*parts] if kind == "code" and file.startswith(DOES_NOT_TRAIN)}
+        if parts:
+            named = parts if kind == "code" else [f"{part} {_both(values)}" for part, values in parts.items()]
+            yield Difference(kind, name, first_few(named), changes, step)
+        if idle:
+            text = f"{first_few(idle)} (which do{'es' if len(idle) == 1 else ''} not train)"
+            yield Difference(kind, "code that does not train", text, NOTHING, step)
+    parts = _unequal(*({"processes": start.get("world_size"), "strategy": start.get("strategy")} for start in (a, b)))
+    if parts:
+        text = ", ".join(f"{name} {_both(values)}" for name, values in parts.items())
+        yield Difference("processes", "processes", text, ROUNDING, step)
 
 
 def row_difference(a: np.ndarray, b: np.ndarray, plan: Mapping[str, Any], first_step: int, last_step: int) -> Difference | None:
@@ -191,33 +182,18 @@ def first_use(rows: np.ndarray, plan: Mapping[str, Any], last_step: int) -> int 
     return None
 
 
-def changes_on_resume(record: LedgerRecord) -> list[tuple[int, list[Difference]]]:
-    """Return what a run changed when it was resumed: the first step that has the change, and each difference."""
-    pieces = [*stretches(record, record)]
-    found = []
-    for before, now in pairwise(pieces):
-        if changes := [*differences_between(before.starts[0], now.starts[0], now.steps[0])]:
-            found.append((now.steps[0], changes))
-    return found
+def first_few(names: Iterable[str]) -> str:
+    """Name the first few, and say how many more there are."""
+    names = list(names)
+    return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
 
 
 def _numbers(rows: np.ndarray) -> str:
-    """Name the first few of some rows."""
-    named = ", ".join(f"{row:,}" for row in rows[:MAX_NAMED].tolist())
-    return named if len(rows) <= MAX_NAMED else f"{named}, ..."
+    return first_few(f"{row:,}" for row in rows.tolist())
 
 
-def _unequal(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    for key in dict.fromkeys([*a, *b]):
-        if a.get(key) != b.get(key):
-            yield key, (a.get(key), b.get(key))
-
-
-def _listed(parts: Mapping[str, tuple[Any, Any]], has_values: bool = True) -> str:
-    """Name what differs, with both values or without."""
-    named = [f"{name} {_both(values)}" if has_values else name for name, values in parts.items()]
-    more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
-    return ", ".join(named[:MAX_NAMED]) + more
+def _unequal(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {key: (a.get(key), b.get(key)) for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)}
 
 
 def _both(values: tuple[Any, Any]) -> str:

@@ -39,6 +39,8 @@ ARITHMETIC = ("world_size", "strategy", "hardware", "packages", *RESOLVED_KEYS)
 """Where these, the code and the keys that round are the same, equal steps are equal to the bit."""
 VERDICTS = ("likely", "possible", "rounding only", "no sign")
 PASSES = frozenset({Effect.FORWARD, Effect.BACKWARD})
+VALUES = ("num_samples", "digest", "items", "lr", "loss", "grad_norm")
+"""What a ledger has of each step that was not skipped."""
 
 
 @dataclass
@@ -82,17 +84,20 @@ def find_divergence(a: LedgerRecord, b: LedgerRecord, rows: Rows | None = None) 
     Args:
         rows: hashes of the training rows of both, if they are known.
     """
-    walk = _walk(a, b)
-    signs = sorted(_signs(walk), key=lambda sign: sign.step)
+    walk = _Walk(a, b)
+    signs = sorted(walk.signs(), key=lambda sign: sign.step)
     found = Divergence(num_steps=len(walk.steps), tolerance=walk.tolerance)
     if signs:
         found.step = max(signs[0].step, walk.steps[0])
-        found.values = _unequal_values(a.steps[found.step], b.steps[found.step])
         found.has_drifted = signs[0].effect is Effect.ROUNDING
+        one, other = a.steps[found.step], b.steps[found.step]
+        is_skipped_by_one = one.get("skipped") != other.get("skipped")  # which has nothing else of it
+        names = ("skipped",) if is_skipped_by_one else VALUES
+        found.values = {name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)}
     place = len(walk.steps) if found.step is None else bisect_left(walk.steps, found.step)
     found.last_equal = walk.steps[place - 1] if place else None
     if walk.roundings:
-        found.rounding_step, found.rounding = walk.roundings[0][0], max(size for _, size in walk.roundings)
+        found.rounding_step, found.rounding = walk.roundings[0][0], walk.largest_rounding
         if found.has_drifted or not signs:
             signs.insert(0, Sign(Effect.ROUNDING, *walk.roundings[0]))
     found.causes = _judge(diff(a, b, rows), signs, found, walk)
@@ -100,29 +105,62 @@ def find_divergence(a: LedgerRecord, b: LedgerRecord, rows: Rows | None = None) 
     return found
 
 
-@dataclass
 class _Walk:
-    """What was met on the way through the common steps of two runs."""
+    """What is met on the way through the common steps of two runs."""
 
-    steps: list[int] = field(default_factory=list)
-    heads: set[int] = field(default_factory=set)
-    """First steps of the stretches, in which something may have changed."""
-    computed: list[int] = field(default_factory=list)
-    """Steps that neither run skipped."""
-    updates: list[int] = field(default_factory=list)
-    """Steps that move the weights: those with a learning rate that is not 0."""
-    found: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Step and size of the first difference above the tolerance of samples, skipped, items, lr, loss and grad_norm."""
-    roundings: list[tuple[int, float]] = field(default_factory=list)
-    """Steps and sizes of all smaller differences of loss or norm before the first above the tolerance."""
-    tolerance: float = 0.0
-    """The largest of the steps before anything differed."""
-    has_other_weights: bool = False
-    """Whether the runs began with different weights."""
+    def __init__(self, a: LedgerRecord, b: LedgerRecord):
+        self.steps: list[int] = []
+        self.heads: set[int] = set()
+        """First steps of the stretches, in which something may have changed."""
+        self.computed: list[int] = []
+        """Steps that neither run skipped."""
+        self.updates: list[int] = []
+        """Steps that move the weights: those with a learning rate that is not 0."""
+        self.found: dict[str, tuple[int, float]] = {}
+        """Step and size of the first difference above the tolerance of samples, skipped, items, lr, loss and grad_norm."""
+        self.roundings: list[tuple[int, float]] = []
+        """Steps and sizes of all smaller differences of loss or norm before the first above the tolerance."""
+        self.tolerance = 0.0
+        """The largest of the steps before anything differed."""
+        self.has_other_weights = False
+        """Whether the runs began with different weights."""
+        for steps, starts in stretches(a, b):
+            if not self.steps:
+                self.has_other_weights = starts[0].get("weights") != starts[1].get("weights")
+            tolerance = 0.0 if _arithmetic(starts[0]) == _arithmetic(starts[1]) else TOLERANCE
+            self.heads.add(steps[0])
+            for step in steps:
+                self.steps.append(step)
+                self.tolerance = self.tolerance if self.found else max(self.tolerance, tolerance)
+                self._take(step, a.steps[step], b.steps[step], tolerance)
 
-    def first(self, name: str) -> float:
-        """Return the first step with a different value, infinite if there is none."""
-        return self.found[name][0] if name in self.found else math.inf
+    def _take(self, step: int, a: Mapping[str, Any], b: Mapping[str, Any], tolerance: float) -> None:
+        if a.get("skipped") or b.get("skipped"):
+            if a.get("skipped") != b.get("skipped"):
+                self.found.setdefault("skipped", (step, math.inf))
+            return
+        self.computed.append(step)
+        if (a["digest"], a["num_samples"]) != (b["digest"], b["num_samples"]):
+            self.found.setdefault("samples", (step, math.inf))
+        for name in ("items", "lr"):
+            if a[name] != b[name]:
+                self.found.setdefault(name, (step, relative(a[name], b[name])))
+        for name in ("loss", "grad_norm"):
+            size = relative(a[name], b[name])
+            if size > tolerance:
+                self.found.setdefault(name, (step, size))
+            elif size and not self.found.keys() & {"loss", "grad_norm"}:
+                self.roundings.append((step, size))
+        if a["lr"] != 0 or b["lr"] != 0:
+            self.updates.append(step)
+
+    @property
+    def largest_rounding(self) -> float:
+        return max((size for _, size in self.roundings), default=0.0)
+
+    def first(self, *names: str) -> float:
+        """Return the first step in which one of these values differs, infinite if there is none."""
+        return min(self.found[name][0] if name in self.found else math.inf for name in names)
 
     def shown_at(self, difference: Difference, effect: Effect) -> float:
         """Return the step in which an effect shows first: of an update, one after it; infinite if there is none."""
@@ -132,19 +170,25 @@ class _Walk:
         place = bisect_left(self.computed, step)
         return self.computed[place] if place < len(self.computed) else math.inf
 
-
-def _walk(a: LedgerRecord, b: LedgerRecord) -> _Walk:
-    walk = _Walk()
-    for steps, starts in stretches(a, b):
-        if not walk.steps:
-            walk.has_other_weights = starts[0].get("weights") != starts[1].get("weights")
-        tolerance = 0.0 if _arithmetic(starts[0]) == _arithmetic(starts[1]) else TOLERANCE
-        walk.heads.add(steps[0])
-        for step in steps:
-            walk.steps.append(step)
-            walk.tolerance = walk.tolerance if walk.found else max(walk.tolerance, tolerance)
-            _compare_step(walk, step, a.steps[step], b.steps[step], tolerance)
-    return walk
+    def signs(self) -> Iterator[Sign]:
+        """Yield the differences that no earlier one explains: other samples or another rate change all later losses."""
+        for name, effect in (("samples", Effect.SAMPLES), ("skipped", Effect.SKIPPED), ("lr", Effect.LR)):
+            if name in self.found:
+                yield Sign(effect, *self.found[name])
+        if self.has_other_weights and self.first("loss") == self.steps[0]:
+            yield Sign(Effect.WEIGHTS, 0, math.inf)
+            return
+        name = min(("items", "loss", "grad_norm"), key=self.first)
+        if self.first(name) >= min(self.first("samples"), self.first("skipped", "lr") + 1):
+            return
+        step, size = self.found[name]
+        if name == "items":
+            yield Sign(Effect.ITEMS, step, size)
+        elif step == self.steps[0]:
+            yield Sign(Effect.FORWARD if name == "loss" else Effect.BACKWARD, step, size)
+        else:
+            has_grown = step not in self.heads and size < JUMP * self.largest_rounding
+            yield Sign(Effect.ROUNDING if has_grown else Effect.UPDATE, step, size)
 
 
 def _arithmetic(start: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,57 +196,6 @@ def _arithmetic(start: Mapping[str, Any]) -> dict[str, Any]:
     code = {file: digest for file, digest in start.get("code", {}).items() if not file.startswith(DOES_NOT_TRAIN)}
     keys = {key: value for key, value in flat(start.get("recipe")).items() if ROUNDING <= effects_of(key) < UNKNOWN}
     return {**{name: start.get(name) for name in ARITHMETIC}, "code": code, "keys": keys}
-
-
-def _compare_step(walk: _Walk, step: int, a: Mapping[str, Any], b: Mapping[str, Any], tolerance: float) -> None:
-    if a.get("skipped") or b.get("skipped"):
-        if a.get("skipped") != b.get("skipped"):
-            walk.found.setdefault("skipped", (step, math.inf))
-        return
-    walk.computed.append(step)
-    if (a["digest"], a["num_samples"]) != (b["digest"], b["num_samples"]):
-        walk.found.setdefault("samples", (step, math.inf))
-    for name in ("items", "lr"):
-        if a[name] != b[name]:
-            walk.found.setdefault(name, (step, relative(a[name], b[name])))
-    for name in ("loss", "grad_norm"):
-        size = relative(a[name], b[name])
-        if size > tolerance:
-            walk.found.setdefault(name, (step, size))
-        elif size and not walk.found.keys() & {"loss", "grad_norm"}:
-            walk.roundings.append((step, size))
-    if a["lr"] != 0 or b["lr"] != 0:
-        walk.updates.append(step)
-
-
-def _unequal_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    if a.get("skipped") != b.get("skipped"):
-        return {"skipped": (a.get("skipped"), b.get("skipped"))}  # one run has nothing else of it
-    names = ("num_samples", "digest", "items", "lr", "loss", "grad_norm")
-    return {name: (a[name], b[name]) for name in names if a[name] != b[name]}
-
-
-def _signs(walk: _Walk) -> Iterator[Sign]:
-    """Yield the differences that no earlier one explains: other samples or another learning rate change all later losses."""
-    for name, effect in (("samples", Effect.SAMPLES), ("skipped", Effect.SKIPPED), ("lr", Effect.LR)):
-        if name in walk.found:
-            yield Sign(effect, *walk.found[name])
-    if walk.has_other_weights and walk.first("loss") == walk.steps[0]:
-        yield Sign(Effect.WEIGHTS, 0, math.inf)
-        return
-    explained_from = min(walk.first("samples"), walk.first("skipped") + 1, walk.first("lr") + 1)
-    name = min(("items", "loss", "grad_norm"), key=walk.first)
-    if walk.first(name) >= explained_from:
-        return
-    step, size = walk.found[name]
-    if name == "items":
-        yield Sign(Effect.ITEMS, step, size)
-    elif step == walk.steps[0]:
-        yield Sign(Effect.FORWARD if name == "loss" else Effect.BACKWARD, step, size)
-    else:
-        largest = max((size for _, size in walk.roundings), default=0.0)
-        has_grown = step not in walk.heads and size < JUMP * largest
-        yield Sign(Effect.ROUNDING if has_grown else Effect.UPDATE, step, size)
 
 
 def _judge(differences: Sequence[Difference], signs: Sequence[Sign], divergence: Divergence, walk: _Walk) -> list[Difference]:
@@ -254,9 +247,8 @@ def _may_be_hidden(difference: Difference, divergence: Divergence, walk: _Walk, 
         return False
     if difference.effects == ROUNDING:  # as tf32 on a GPU
         return not is_explained
-    differs_from = min(walk.first("loss"), walk.first("grad_norm"))
     hidden = difference.effects & (CONTENT | UPDATE | {Effect.WEIGHTS})
-    return any(differs_from <= walk.shown_at(difference, effect) < math.inf for effect in hidden)
+    return any(walk.first("loss", "grad_norm") <= walk.shown_at(difference, effect) < math.inf for effect in hidden)
 
 
 def _why_not(difference: Difference, divergence: Divergence, walk: _Walk) -> str:

@@ -102,6 +102,13 @@ class Log:
     classes: dict[str, tuple[int, dict[str, dict[str, Any]]]] = field(default_factory=dict)
     """The last scores of each class by its name, likewise."""
 
+    @property
+    def last_evaluation(self) -> int | None:
+        """The step of the last evaluation; None if there has been none."""
+        return max(
+            (step for key, curve in self.curves.items() if key.startswith("eval/") for step in curve.steps), default=None
+        )
+
     def value_at(self, key: str, step: int | None) -> float | None:
         """Return a metric at a step, None if it has no finite value there."""
         if key not in self.curves or step is None:

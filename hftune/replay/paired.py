@@ -44,9 +44,9 @@ class TrainingLoss:
     """None with too few steps, see ``of_steps``."""
     is_paired: bool
     """Whether both runs took the same samples in every step, as with the same seed, batch size and data."""
-    num_not_finite: int = 0
+    num_not_finite: int
     """Steps that do not count since a loss is not finite."""
-    stretches: list[tuple[int, int, float, float]] = field(default_factory=list)
+    stretches: list[tuple[int, int, float, float]]
     """First and last step, and the mean loss of A and of B."""
 
 
@@ -113,7 +113,7 @@ def is_finite(value: Any) -> bool:
 
 def evaluation(a: RunRecord, b: RunRecord) -> PairedEvaluation:
     """Pair the rows of the last evaluations."""
-    found = PairedEvaluation(steps=(_last_evaluation(a), _last_evaluation(b)))
+    found = PairedEvaluation(steps=(a.log.last_evaluation, b.log.last_evaluation))
     digests = [mapping(mapping(run.facts.get("data")).get("eval")).get("digest") for run in (a, b)]
     if None not in digests and digests[0] != digests[1]:
         found.reason = "the evaluation data differ"
@@ -132,7 +132,13 @@ def evaluation(a: RunRecord, b: RunRecord) -> PairedEvaluation:
             values.setdefault(name, []).append((one[name], other[name]))
     if not found.num_rows:
         found.reason = _missing_rows(a, b)
-    found.metrics = [_metric(name, np.array(pairs)) for name, pairs in sorted(values.items()) if len(pairs) == found.num_rows]
+    for name, pairs in sorted(values.items()):
+        if len(pairs) == found.num_rows:
+            a_N, b_N = np.array(pairs).T
+            won, lost = int((b_N > a_N).sum()), int((a_N > b_N).sum())
+            test = (won, lost, mcnemar(won, lost)) if name == "accuracy" else ()
+            interval = of_independent(b_N - a_N, MIN_ROWS)
+            found.metrics.append(PairedMetric(name, float(a_N.mean()), float(b_N.mean()), interval, *test))
     return found
 
 
@@ -146,24 +152,9 @@ def measures_of(row: Mapping[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     if isinstance(row.get("label"), str) and isinstance(row.get("prediction"), str):
         found["accuracy"] = float(row["label"] == row["prediction"])
-    for name, value in row.items():
-        if name not in NOT_MEASURES and is_finite(value):
-            found[name] = float(value)
+    found |= {name: float(value) for name, value in row.items() if name not in NOT_MEASURES and is_finite(value)}
     if "tokens" in row:  # of a language model, whose loss is a sum over them, and its error the mean
         found.pop("loss", None)
     elif len(found) > 1:  # the others say more
         found.pop("error", None)
     return found
-
-
-def _metric(name: str, values_N2: np.ndarray) -> PairedMetric:
-    a, b = values_N2.mean(0).tolist()
-    interval = of_independent(values_N2[:, 1] - values_N2[:, 0], MIN_ROWS)
-    if name != "accuracy":
-        return PairedMetric(name, a, b, interval)
-    won, lost = (int((values_N2[:, column] > values_N2[:, 1 - column]).sum()) for column in (1, 0))
-    return PairedMetric(name, a, b, interval, won, lost, mcnemar(won, lost))
-
-
-def _last_evaluation(run: RunRecord) -> int | None:
-    return max((step for key, curve in run.log.curves.items() if key.startswith("eval/") for step in curve.steps), default=None)

@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hftune.metrics.records import record_of
-from hftune.replay.comparison import Comparison, compare
-from hftune.replay.differences import Difference
-from hftune.replay.intervals import MIN_SEEDS, Interval
+from hftune.replay.comparison import compare
+from hftune.replay.findings import Finding, findings, remarks
 from hftune.replay.metrics_log import is_number
 from hftune.replay.run_record import RunRecord, cut, flat, plain
-from hftune.replay.sentences import (
-    divergence_sentences,
-    divergence_step,
-    evaluation_sentence,
-    kinds_sentences,
-    mean_and_deviation,
-    method_reading,
-    metric_reading,
-    plus_minus,
-    training_sentence,
-)
-from hftune.reporting.blocks import (
-    Block,
-    Cell,
-    Section,
-    bullets,
-    code,
-    duration,
-    figure,
-    number,
-    section,
-    table,
-    text,
-)
+from hftune.reporting.blocks import Cell, Section, bullets, code, duration, figure, section, table, text
 from hftune.reporting.confusion import confusion
 from hftune.reporting.sections import curves_section, lower_first, notices
 
@@ -42,12 +19,20 @@ from hftune.reporting.sections import curves_section, lower_first, notices
 def comparison_sections(runs: Sequence[RunRecord], are_selected: bool = False) -> list[Section | None]:
     """Return the sections. Runs ``are_selected`` if they are the best of more: no means over their seeds then."""
     compared = compare(runs)
-    recipes, facts = [recipe_keys(run) for run in runs], [fact_keys(run) for run in runs]
+    if are_selected:
+        compared.methods, compared.method_differences = [], []
+    recipes = [{key: value for key, value in run.recipe.items() if key not in ("output_dir", "resume")} for run in runs]
+    own = ("command", "started", "notices", "recipe", "labels")  # which explain no difference of results
+    facts = [
+        flat({name: value for name, value in run.facts.items() if name not in own})
+        or flat({"versions": run.result.get("versions"), "processes": run.result.get("world_size")})
+        for run in runs
+    ]
+    names = "A is {}, B is {}." if len(runs) == 2 else "Each run beside the first, {}. hftune compare shows two runs in full."
     return [
         comparison_section(runs),
-        divergences_section(compared),
-        chance_section(compared),
-        None if are_selected else seeds_section(compared),
+        section("How they compare", text(names.format(*(run.name for run in runs))), bullets(remarks(compared))),
+        *map(finding_section, findings(compared)),
         curves_section(runs),
         differences_section("Differences of the recipes", runs, recipes, "The recipes are the same."),
         differences_section("Other differences", runs, facts),
@@ -81,112 +66,24 @@ def comparison_section(runs: Sequence[RunRecord]) -> Section | None:
     return section("Results", table(head, rows, class_="rows all"))
 
 
-def divergences_section(compared: Comparison) -> Section | None:
-    """Return where the runs diverge from the first, and why."""
-    if len(compared.pairs) > 1:
-        head = ["run", "diverges in step", "verdict", "kind", "difference"]
-        rows = [
-            [pair.b, figure(divergence_step(pair.divergence)), *(verdict(cause) if cause else [None, None, None])]
-            for pair in compared.pairs
-            for cause in [cause for cause in pair.divergence.causes if cause.is_likely] or [None]
-        ]
-        note = f"Each run beside {compared.pairs[0].a}, with the likely causes. hftune compare shows two runs in full."
-        return section("Where the runs diverge", table(head, rows, class_="rows"), remarks(compared), note=note)
-    (pair,) = compared.pairs
-    causes = [verdict(cause) for cause in pair.divergence.causes]
-    return section(
-        "Where the runs diverge",
-        text(divergence_sentences(pair.divergence)),
-        table(["verdict", "kind", "difference"], causes, class_="rows"),
-        *(text(sentence, "note") for sentence in kinds_sentences(pair.divergence)),
-        remarks(compared),
-        note=f"A is {pair.a}, B is {pair.b}.",
-    )
+def finding_section(finding: Finding) -> Section | None:
+    """Return what ``hftune compare`` says, with its numbers to the right, and a mark at what is likely."""
 
+    def cell(text: str) -> str | Cell | None:
+        if not text:
+            return None
+        text = text.replace("+-", "\N{PLUS-MINUS SIGN}")
+        if text == "likely":
+            return Cell("verdict", text, mark="likely")
+        return figure(text) if re.fullmatch(r"[-+\d.,e%() \N{PLUS-MINUS SIGN}]*", text) else text
 
-def verdict(cause: Difference) -> list[Any]:
-    """Return the cells of a cause."""
-    mark = Cell("verdict", cause.verdict, mark="likely" if cause.is_likely else "")
-    return [mark, cause.kind, Cell("cause", cause.text, mark=cause.reason or "")]
-
-
-def remarks(compared: Comparison) -> Block | None:
-    """Return what runs changed on their way, and what is not known of them."""
-    lines = [
-        f"{run.name}, from step {step:,} on, after a resume: {'; '.join(changes)}"
-        for run in compared.runs
-        for step, changes in run.changes
-    ]
-    for run in compared.runs:
-        lines += [
-            *run.missing,
-            *(f"The ledger of {run.name} is not what was written. {problem}" for problem in run.problems[:1]),
-        ]
-    return bullets(lines)
-
-
-def chance_section(compared: Comparison) -> Section | None:
-    """Return what the losses and metrics of two runs differ by, and whether that may be chance."""
-    if len(compared.pairs) > 1:
-        return None
-    (pair,) = compared.pairs
-    rows = [
-        [record_of(f"eval/{one.name}").title, one.a, one.b, interval_figure(one.interval), metric_reading(one)]
-        for one in pair.evaluation.metrics
-    ]
-    loss = text(with_sign(training_sentence(pair.training))) if pair.training and pair.divergence.step is not None else None
-    if not loss and not rows:
-        return None
-    metrics = table(["", "A", "B", "B less A, 95 % interval", ""], rows, class_="rows")
-    return section("More than chance?", loss, text(evaluation_sentence(pair.evaluation)), metrics)
-
-
-def seeds_section(compared: Comparison) -> Section | None:
-    """Return the means over the seeds of each method, and what they differ by."""
-    if not compared.methods:
-        return None
-    names = list(dict.fromkeys(name for method in compared.methods for name in method.metrics))
-    rows = [
-        [code(method.name), len(method.runs), *(mean_figure(method.metrics.get(name)) for name in names)]
-        for method in compared.methods
-    ]
-    differences = [
-        [code(one.method), record_of(f"eval/{one.metric}").title, interval_figure(one.interval), method_reading(one)]
-        for one in compared.method_differences
-        if one.interval is not None
-    ]
-    head = ["recipe", "difference of", "mean, 95 % interval", ""]
-    return section(
-        "Over the seeds",
-        table(["recipe", "seeds", *(record_of(f"eval/{name}").title for name in names)], rows, class_="rows"),
-        table(head, differences, class_="rows", title=f"Less {compared.methods[0].name}"),
-        note=f"Mean, and deviation in brackets. An interval takes {MIN_SEEDS} seeds of each.",
-    )
-
-
-def interval_figure(interval: Interval | None) -> Cell | None:
-    return None if interval is None else figure(with_sign(plus_minus(interval)))
-
-
-def with_sign(text: str) -> str:
-    return text.replace("+-", "\N{PLUS-MINUS SIGN}")
-
-
-def mean_figure(values: Sequence[float] | None) -> Cell | None:
-    return figure(mean_and_deviation(values, number)) if values else None
-
-
-def recipe_keys(run: RunRecord) -> dict[str, Any]:
-    """Return what a recipe says about the training; two runs never share their folder."""
-    return {key: value for key, value in run.recipe.items() if key not in ("output_dir", "resume")}
-
-
-def fact_keys(run: RunRecord) -> dict[str, Any]:
-    """Return the facts that may explain a difference of results."""
-    facts = flat(
-        {name: value for name, value in run.facts.items() if name not in ("command", "started", "notices", "recipe", "labels")}
-    )
-    return facts or flat({"versions": run.result.get("versions"), "processes": run.result.get("world_size")})
+    blocks = []
+    for part in finding.parts:
+        if isinstance(part, str):
+            blocks.append(text(part.replace("+-", "\N{PLUS-MINUS SIGN}")))
+        else:
+            blocks.append(table(part[0], [[*map(cell, row)] for row in part[1:]], class_="rows"))
+    return section(finding.title, *blocks)
 
 
 def differences_section(

@@ -132,7 +132,7 @@ def results_section(run: RunRecord) -> Section | None:
         is_off = run.recipe.get("eval.every") == "never"
         reason = "This run does not evaluate (eval.every=never)." if is_off else "There has been no evaluation yet."
         return section("Results", text(reason, "empty"))
-    last = max((step for key in keys for step in log.curves[key].steps), default=None)
+    last = log.last_evaluation
     point = run.best_point()
     best = point[1] if point and point[1] != last else None
     names = list(dict.fromkeys([*(key.removeprefix("eval/") for key in keys), *tests]))
