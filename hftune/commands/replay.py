@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hftune.replay.job import Job
+    from hftune.replay.history import Change, History, Job
 
 WORST = 10
 """How many samples of a single step are shown by default."""
@@ -81,7 +82,12 @@ def run(options: argparse.Namespace) -> int:
     job = job_of(options)
     with reserved(job):
         if options.processes is not None:
-            return on_processes(job, options)
+            from hftune.launchers.local import start_processes
+
+            recipe = job.history.recipe_at(job.last, *job.change.overrides_at(job.last))
+            libraries = ("hftune.replay.outcome", *recipe.task.libraries)
+            start_processes("hftune.cli", [*argv_of_one(options), f"--output={job.output}"], options.processes, libraries)
+            return 0 if json.loads((job.output / "replay.json").read_text(encoding="utf-8"))["equal"] else 1
         announce(job)
         from hftune.replay.outcome import replay  # imports torch: only once everything has been checked
 
@@ -95,22 +101,19 @@ def job_of(options: argparse.Namespace) -> Job:
     Raises:
         ConfigError: naming what is wrong.
     """
-    from hftune.replay.history import Change, History
-    from hftune.replay.job import Job, check_change, check_output, new_folder, numbers_of, range_of
+    from hftune.replay.history import Change, History, Job
 
     check_at_least_1(options, "processes", "save_every")
     history = History.open(options.folder, trust_code=options.trust_code, data=options.data)
-    first, last = (options.step, options.step) if options.step is not None else range_of("--steps", options.steps)
-    if last < first:
-        raise ConfigError(f"--steps {options.steps}: the last step comes before the first one.")
+    first = last = options.step
+    if options.steps is not None:
+        first, last = range_of("--steps", options.steps)
+        if last < first:
+            raise ConfigError(f"--steps {options.steps}: the last step comes before the first one.")
     history.check_step(first)
     history.check_step(last)
-    change = Change(
-        tuple(options.set),
-        numbers_of("--without", options.without),
-        numbers_of("--skip", options.skip),
-        first if options.from_step is None else options.from_step,
-    )
+    without, skip = numbers_of("--without", options.without), numbers_of("--skip", options.skip)
+    change = Change(tuple(options.set), without, skip, first if options.from_step is None else options.from_step)
     if options.from_step is not None and not change:
         raise ConfigError("--from says from which step on something is changed: give --set, --without or --skip, too.")
     check_change(history, change, first, last)
@@ -119,21 +122,74 @@ def job_of(options: argparse.Namespace) -> Job:
     if change and (options.worst or options.why):
         name = "--worst" if options.worst else "--why"
         raise ConfigError(f"{name} looks into steps as they were. Leave it out beside --set, --without and --skip.")
-    if options.output is not None:
-        check_output(history, options.output)
+    if (output := options.output) is None:
+        name = f"step_{first}" if first == last else f"steps_{first}_{last}"
+        names = (history.aside / (name if number == 1 else f"{name}_{number}") for number in range(1, 10**6))
+        output = next(path for path in names if not path.exists())
+    elif output.resolve().is_relative_to(history.folder.resolve()):
+        raise ConfigError(f"--output {output} is in the run's own folder, into which a replay never writes. Name another one.")
+    elif output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ConfigError(f"--output {output} is there already. Name a new folder, or leave the option out.")
     history.recipe_at(last, *change.overrides_at(last))  # what is wrong with it should show at once
     return Job(
         history,
         first,
         last,
         change,
-        options.output or new_folder(history, first, last),
+        output,
         options.save_every,
         options.json,
         worst=(WORST if first == last and not change else 0) if options.worst is None else options.worst,
         why=options.why,
         must_look=bool(options.worst) or options.why,
     )
+
+
+def check_change(history: History, change: Change, first: int, last: int) -> None:
+    """Refuse a change that cannot be made, or makes no difference to these steps.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    if not change:
+        if all(history.ledger.steps.get(step, {}).get("skipped") for step in range(first, last + 1)):
+            steps = f"Step {first:,} was" if first == last else f"Steps {first:,} to {last:,} were"
+            raise ConfigError(f"{steps} skipped by the run (train.skip). To see what it would have done: --set train.skip=[]")
+        return
+    if change.from_step > last:
+        raise ConfigError(f"--from {change.from_step:,} comes after the last step, {last:,}: nothing would be changed.")
+    history.check_step(change.from_step)
+    history.check_change(change)
+    num_rows = history.start_of(last)["plan"]["num_samples"]
+    if beyond := sorted(row for row in change.without if row >= num_rows):
+        raise ConfigError(f"--without {beyond[0]}: the training data have rows 0 to {num_rows - 1:,}.")
+    if outside := sorted(step for step in change.skip if not change.from_step <= step <= last):
+        raise ConfigError(f"--skip {outside[0]}: the steps that are replayed and changed are {change.from_step:,} to {last:,}.")
+    if change.without and not change.overrides:  # under other keys a step may have other samples
+        used = {step: {*history.samples_of(step).tolist()} for step in range(change.from_step, last + 1)}
+        if emptied := [step for step, samples in used.items() if samples <= change.without and step not in change.skip]:
+            step = emptied[0]
+            raise ConfigError(f"--without: these are all samples of step {step:,}. To skip the whole step: --skip {step}")
+        if not any(samples & change.without for samples in used.values()):
+            which = f"step {last:,} uses" if len(used) == 1 else f"steps {change.from_step:,} to {last:,} use"
+            raise ConfigError(f"--without: {which} none of these samples, so nothing would be changed.")
+
+
+def numbers_of(option: str, text: str | None) -> frozenset[int]:
+    """Read numbers such as 35,17 or 130:140, or raise ConfigError."""
+    found: set[int] = set()
+    for part in text.split(",") if text else ():
+        first, last = (int(part), int(part)) if part.strip().isdecimal() else range_of(option, part)
+        found |= {*range(first, last + 1)}
+    return frozenset(found)
+
+
+def range_of(option: str, text: str) -> tuple[int, int]:
+    """Read a range such as 130:140, both included, or raise ConfigError."""
+    if not (found := re.fullmatch(r"\s*(\d+)\s*[:-]\s*(\d+)\s*", text)):
+        what = "steps as FIRST:LAST, such as 130:140" if option == "--steps" else "numbers, such as 35,17 or 130:140"
+        raise ConfigError(f"{option} {text}: give {what}.")
+    return int(found[1]), int(found[2])
 
 
 @contextmanager
@@ -183,13 +239,3 @@ def announce(job: Job) -> None:
             ),
             flush=True,
         )
-
-
-def on_processes(job: Job, options: argparse.Namespace) -> int:
-    """Replay on several processes of this machine; return the exit code."""
-    from hftune.launchers.local import start_processes
-
-    recipe = job.history.recipe_at(job.last, *job.change.overrides_at(job.last))
-    libraries = ("hftune.replay.outcome", *recipe.task.libraries)
-    start_processes("hftune.cli", [*argv_of_one(options), f"--output={job.output}"], options.processes, libraries)
-    return 0 if json.loads((job.output / "replay.json").read_text(encoding="utf-8"))["equal"] else 1

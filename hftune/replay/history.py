@@ -28,6 +28,7 @@ from hftune.config.reference import resume_rule
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError
 from hftune.replay.ledger import LedgerRecord, read_ledger
+from hftune.replay.spikes import EARLIER, losses_of, suspect_of
 from hftune.tracking.jsonl import read_lines
 
 if TYPE_CHECKING:
@@ -230,6 +231,39 @@ class History:
         return median(seconds) if seconds else None
 
 
+@dataclass(frozen=True)
+class Job:
+    """What ``hftune replay`` is asked for."""
+
+    history: History
+    first: int
+    last: int
+    change: Change
+    output: Path
+    """A new folder."""
+    save_every: int | None = None
+    as_json: bool = False
+    worst: int = 0
+    """How many samples to show, those with the greatest loss."""
+    why: bool = False
+    """Whether to find out if batch or update is to blame."""
+    must_look: bool = False
+    """Whether the user has asked for samples or for why, and wants an error where that cannot be had."""
+
+    @property
+    def steps(self) -> str:
+        """The steps that are asked for, in words."""
+        return f"step {self.first:,}" if self.first == self.last else f"steps {self.first:,} to {self.last:,}"
+
+    @property
+    def begin(self) -> int:
+        """The first step that must be right for what is asked for."""
+        if self.why:
+            suspect = suspect_of(losses_of(self.history.ledger.steps), self.first, self.last)
+            return max(1, min(self.first, suspect - EARLIER))
+        return min(self.first, self.change.from_step) if self.change else self.first
+
+
 def keys_of(overrides: Iterable[Override]) -> set[str]:
     """Return the keys that overrides change, or replace."""
     found: set[str] = set()
@@ -310,15 +344,10 @@ def moved_data(task: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
         elif task.get("data_dir") is not None:
             overrides["task.data_dir"] = path
         elif files := task.get("data_files"):
-            overrides |= {f"task.data_files.{name}": under(path, value) for name, value in files.items()}
+            for name, value in files.items():
+                moved = [str(Path(path) / Path(file).name) for file in ([value] if isinstance(value, str) else value)]
+                moved = [path] if Path(path).expanduser().is_file() else moved
+                overrides[f"task.data_files.{name}"] = moved[0] if isinstance(value, str) else moved
         else:
             raise ConfigError(f"--data {word}: this run read no files of its own, so there is nothing to look for.")
     return overrides
-
-
-def under(path: str, files: Any) -> str | list[str]:
-    """Return data files of a recipe, a path or a list of them, under their names in another folder; a file as it is."""
-    if Path(path).expanduser().is_file():
-        return path
-    moved = [str(Path(path) / Path(file).name) for file in ([files] if isinstance(files, str) else files)]
-    return moved[0] if isinstance(files, str) else moved

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hftune.atomic import write_lines, write_text
+from hftune.data.digest import row_hashes
+from hftune.data.row_hashes import read_rows
+from hftune.distributed.consistency import fingerprint
+from hftune.replay.differences import KINDS, Difference, differences_between, row_difference
 from hftune.replay.engine import ReplayedStep, Replayer
-from hftune.replay.environment import environment_differences
+from hftune.replay.findings import count
+from hftune.replay.history import Job
 from hftune.replay.inspection import Inspection
-from hftune.replay.job import Job
 from hftune.replay.samples import holds_whole_model
 from hftune.replay.tolerance import StepDifference, difference
 from hftune.tracking.console import aligned, duration, hide_progress_bars, hide_reports, note, printed_width, short
+from hftune.tracking.hardware import hardware
 from hftune.tracking.jsonl import strict_json
+from hftune.tracking.summary import processes
 
 RESULTS = ("loss", "grad_norm", "lr")
 NEXT = 10
@@ -35,8 +41,8 @@ class Outcome:
     steps: list[ReplayedStep] = field(default_factory=list)
     """All that were computed, those on the way included."""
     notices: list[str] = field(default_factory=list)
-    differences: list[tuple[str, str]] = field(default_factory=list)
-    """What is not as it was: the kind, such as code, and what of it. On the main process."""
+    differences: list[Difference] = field(default_factory=list)
+    """What is not as it was. On the main process."""
     seconds: float = 0.0
     inspection: Inspection | None = None
     """Of the samples; on the main process."""
@@ -72,51 +78,68 @@ def replay(job: Job) -> bool:
         if not replayer.strategy.is_main:
             hide_reports()
         outcome = Outcome(job, replayer.step, replayer.parts.num_steps, replayer.strategy.num_processes)
-        inspection = _inspection_of(job, replayer)
+        inspection = None
+        if (job.worst or job.why) and (job.must_look or holds_whole_model(replayer.strategy)):
+            inspection = Inspection(job.history, job.first, job.last, job.worst, job.why)
+        elif job.worst:
+            where = "where each process holds the whole model: on one process"
+            replayer.notices.append(f"The samples of a step can be shown {where}.")
         for step in replayer.advance(job.last, None if inspection is None else inspection.look):
             outcome.steps.append(step)
-            if _is_to_be_saved(outcome, replayer, step.step):  # those of a replay without change serve every later one
-                replayer.save((job.output if job.change else job.history.aside) / "checkpoints")
+            if job.save_every and step.step % job.save_every == 0:
+                if job.change:
+                    replayer.save(job.output / "checkpoints")
+                elif _is_missing(job, replayer, step.step) and outcome.is_equal:  # every later replay will rely on it
+                    replayer.save(job.history.aside / "checkpoints")
         outcome.notices, outcome.seconds = replayer.notices, time.monotonic() - began
         if replayer.strategy.is_main:
             if inspection is not None:
                 inspection.finish(replayer)
                 outcome.inspection = inspection
-            outcome.differences = [(found.kind, found.text) for found in environment_differences(replayer)]
-            write(outcome)
+            outcome.differences = environment_differences(replayer)
+            job.output.mkdir(parents=True, exist_ok=True)
+            write_text(job.output / "replay.json", strict_json(summary(outcome), indent=2) + "\n")
+            write_lines(job.output / "steps.jsonl", (strict_json(row) + "\n" for row in rows_of(outcome)))
+            if inspection is not None:
+                inspection.write(job.output)
             report(outcome)
     return outcome.is_equal
 
 
-def _inspection_of(job: Job, replayer: Replayer) -> Inspection | None:
-    """Return what looks at the samples while their gradient is there; None if nobody has asked for it, or it cannot be done."""
-    if not job.worst and not job.why:
-        return None
-    if not holds_whole_model(replayer.strategy) and not job.must_look:
-        replayer.notices.append("The samples of a step can be shown where each process holds the whole model: on one process.")
-        return None
-    return Inspection(job.history, job.first, job.last, job.worst, job.why)
+def _is_missing(job: Job, replayer: Replayer, step: int) -> bool:
+    """Say whether there is no checkpoint of a step: a run in progress removes some. Collective."""
+    return replayer.strategy.on_main(lambda: step not in job.history.checkpoint_steps())
 
 
-def _is_to_be_saved(outcome: Outcome, replayer: Replayer, step: int) -> bool:
-    """Say whether --save-every asks for a checkpoint of this step. Later replays must be able to rely on it. Collective."""
-    job = outcome.job
-    if not job.save_every or step % job.save_every:
-        return False
-    if job.change:
-        return True
-    is_missing = replayer.strategy.on_main(lambda: step not in job.history.checkpoint_steps())  # a run in progress removes some
-    return is_missing and outcome.is_equal
+def environment_differences(replayer: Replayer) -> list[Difference]:
+    """Return the differences between the run, at the present step, and this replay of it. Main process only.
 
-
-def write(outcome: Outcome) -> None:
-    """Write replay.json and steps.jsonl into the new folder. Main process only."""
-    folder = outcome.job.output
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "replay.json", strict_json(summary(outcome), indent=2) + "\n")
-    write_lines(folder / "steps.jsonl", (strict_json(row) + "\n" for row in rows_of(outcome)))
-    if outcome.inspection is not None:
-        outcome.inspection.write(folder)
+    Their texts have both values: "torch 2.12.0 | 2.13.0".
+    """
+    start, strategy = dict(replayer.terms.start), replayer.strategy
+    own, hardware_then = fingerprint(replayer.recipe), dict(start.get("hardware", {}))
+    hardware_then.pop("others", None)  # of processes on other machines
+    start["hardware"] = hardware_then
+    now: dict[str, Any] = {
+        "code": own["code"],
+        "packages": own["packages"],
+        "hardware": hardware(strategy.device),
+        "commits": replayer.task.commits(),
+        "world_size": strategy.num_processes,
+        "strategy": start.get("strategy") if replayer.change.without else type(strategy).__name__,
+        "data": {
+            split: {**about, "digest": replayer.digests.get(f"{split} data", about.get("digest"))}
+            for split, about in start.get("data", {}).items()
+        },
+    }
+    step, noted, here = max(replayer.step, 1), None, None
+    if start.get("data", {}).get("train", {}).get("digest") not in (None, replayer.digests["train data"]):
+        noted = read_rows(replayer.history.folder)
+        here = None if noted is None else row_hashes(replayer.datasets["train"])
+    found = [*differences_between(start, {**start, **now}, step, has_rows=here is not None)]
+    if noted is not None and here is not None and (other := row_difference(noted, here, start["plan"], step, step)) is not None:
+        found.append(other)
+    return sorted(found, key=lambda difference: KINDS.index(difference.kind))
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:
@@ -136,7 +159,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "largest_difference": {
             name: max((getattr(found, name) for found in compared), default=None) for name in ("loss", "grad_norm")
         },
-        "differences": [{"kind": kind, "text": text} for kind, text in outcome.differences],
+        "differences": [{"kind": found.kind, "text": found.text} for found in outcome.differences],
         "notices": outcome.notices,
         "seconds": round(outcome.seconds, 3),
         "folder": str(job.output),
@@ -165,21 +188,29 @@ def report(outcome: Outcome) -> None:
         return
     for text in outcome.notices:
         print(note(text))
-    count = len(outcome.steps)
     origin = f"checkpoint {outcome.start:,}" if outcome.start else "the first weights"
-    processes = "1 process" if outcome.num_processes == 1 else f"{outcome.num_processes} processes"
     print(
-        f"{job.steps.capitalize()} of {outcome.num_steps:,}, from {origin}: {count:,} step{'s' * (count != 1)} on {processes}, "
-        f"{duration(outcome.seconds)}. {verdict(outcome)}"
+        f"{job.steps.capitalize()} of {outcome.num_steps:,}, from {origin}: {count(len(outcome.steps), 'step')} on "
+        f"{processes(outcome.num_processes)}, {duration(outcome.seconds)}. {verdict(outcome)}"
     )
     if outcome.steps and (last := outcome.steps[-1]).step not in outcome.lines:
         print(f"The run never finished step {last.step:,}: loss {last.loss:.6g}, gradient norm {last.grad_norm:.6g} here.")
     is_exact = all(found.is_bit_equal for _, found in outcome.compared())
-    if named := [pair for pair in outcome.differences if not is_exact or pair[0] == "data"]:
-        print("Differs from the run (then | here):", *(f"  {kind:<10}{text}" for kind, text in named), sep="\n")
-    shown = {step.step: step for step in outcome.steps if step.step >= job.first}
-    if job.change or len(shown) > 1:
-        print(*table(outcome, shown), sep="\n")
+    if named := [found for found in outcome.differences if not is_exact or found.kind == "data"]:
+        print("Differs from the run (then | here):", *(f"  {found.kind:<10}{found.text}" for found in named), sep="\n")
+    steps = {step.step: step for step in outcome.steps if step.step >= job.first}
+    if job.change or len(steps) > 1:
+        rows = [("step", "loss", "in the run", "differs", "norm", "in the run", "lr")]
+        for number in range(job.first, job.last + 1):
+            line, step = outcome.lines.get(number, {}), steps.get(number)
+            loss, norm = (_number(line, name) for name in ("loss", "grad_norm"))
+            if step is None:
+                rows.append((f"{number:,}", "skipped", loss, "", "", norm, ""))
+            else:
+                found = difference(step, line)
+                differs = "bit-equal" if found.is_bit_equal else f"{found.loss:.1e}"
+                rows.append((f"{number:,}", f"{step.loss:.6g}", loss, differs, f"{step.grad_norm:.6g}", norm, short(step.lr)))
+        print(*aligned(rows, right=True), sep="\n")
     if inspection is not None:
         print(*inspection.lines(printed_width()), sep="\n")
         if suspects := inspection.to_leave_out:
@@ -216,18 +247,3 @@ def _number(line: Mapping[str, Any], name: str) -> str:
     if name not in line:
         return "-"
     return "nan" if line[name] is None else f"{line[name]:.6g}"
-
-
-def table(outcome: Outcome, steps: Mapping[int, ReplayedStep]) -> Sequence[str]:
-    """Return the steps that were asked for as lines, with what happened beside them."""
-    rows = [("step", "loss", "in the run", "differs", "norm", "in the run", "lr")]
-    for number in range(outcome.job.first, outcome.job.last + 1):
-        line, step = outcome.lines.get(number, {}), steps.get(number)
-        loss, norm = (_number(line, name) for name in ("loss", "grad_norm"))
-        if step is None:
-            rows.append((f"{number:,}", "skipped", loss, "", "", norm, ""))
-            continue
-        found = difference(step, line)
-        differs = "bit-equal" if found.is_bit_equal else f"{found.loss:.1e}"
-        rows.append((f"{number:,}", f"{step.loss:.6g}", loss, differs, f"{step.grad_norm:.6g}", norm, short(step.lr)))
-    return aligned(rows, right=True)
