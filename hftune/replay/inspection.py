@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from hftune.atomic import explain_write_errors, write_lines
 from hftune.batch_plan import BatchPlan
 from hftune.replay.history import History
-from hftune.replay.outliers import Outlyingness, find_outliers, token_columns
+from hftune.replay.outliers import find_outliers, token_columns
 from hftune.replay.samples import SampleRecord, batch_loss, look_inside
 from hftune.replay.spikes import EARLIER, Verdict, judge_spike, losses_of, suspect_of, usual_loss
 from hftune.strategies.base import StepBatch, StepReport
@@ -83,19 +82,16 @@ class Inspection:
         self.ranked = [(step, record) for step, records in self.records.items() for record in records]
         self.ranked.sort(key=lambda pair: (not math.isnan(pair[1].loss), -pair[1].loss))  # what is not a number comes first
         self.shown = self.ranked[: self.worst]
-        has_verdict = self.why or len(self.losses) > 1
-        self.verdict = judge_spike(self.suspect, self.losses, self.usual) if has_verdict else None
-
-    @cached_property
-    def outliers(self) -> Mapping[int, Outlyingness]:
-        """How far each sample that was looked at is from the others, by its number; empty for neither texts nor images."""
         samples = sorted({record.sample for _, record in self.ranked})
-        return find_outliers(self.dataset, samples) if samples else {}
+        self.outliers = find_outliers(self.dataset, samples) if samples else {}
+        """How far each sample that was looked at is from the others; empty for neither texts nor images."""
+        if self.why or len(self.losses) > 1:
+            self.verdict = judge_spike(self.suspect, self.losses, self.usual)
 
     @property
     def outstanding(self) -> list[int]:
         """Samples that are shown and have far more than their share of the loss of their step."""
-        counts = {step: sum(other == step for other, _ in self.ranked) for step, _ in self.shown}
+        counts = {step: len(records) for step, records in self.records.items()}
         return sorted({record.sample for step, record in self.shown if record.loss_share * counts[step] > OUTSTANDING})
 
     @property
@@ -105,17 +101,22 @@ class Inspection:
 
     def lines(self, width: int | None = None) -> list[str]:
         """Return the lines for a terminal of this width; None: there is none."""
-        table = [cut_at(line, width or PIPED_WIDTH) for line in self._table()] if self.shown else []
-        return [*table, *self._summary(), *self._outliers_line(), *(self.verdict.sentences if self.verdict else [])]
+        lines = [*self._table(width or PIPED_WIDTH), *self._share_of_few()] if self.shown else []
+        found = sorted((pair for pair in self.outliers.items() if pair[1].reasons), key=lambda pair: -pair[1].distance)
+        if found:
+            named = ", ".join(f"{sample} ({'; '.join(one.reasons)})" for sample, one in found[:MAX_OUTLIERS])
+            rest = f", and {len(found) - MAX_OUTLIERS} more in {SAMPLES}" if len(found) > MAX_OUTLIERS else ""
+            lines.append(f"Outliers in this step: {named}{rest}.")
+        return [*lines, *(self.verdict.sentences if self.verdict else [])]
 
-    def _table(self) -> list[str]:
+    def _table(self, width: int) -> list[str]:
         """Return a line for each of the worst samples: columns of numbers, then of words."""
         task, records = self.task, [record for _, record in self.shown]
         numbers = {
             "loss": [short(record.loss) for record in records],
             "of it": [percent(record.loss_share) for record in records],
             "gradient": [percent(record.gradient_share) for record in records],
-            "step": [f"{step:,}" for step, _ in self.shown] if len({step for step, _ in self.ranked}) > 1 else [],
+            "step": [f"{step:,}" for step, _ in self.shown] if len(self.records) > 1 else [],
             "sample": [str(record.sample) for record in records],
         }
         rows = [row_in_data(task, self.dataset, record.sample) for record in records]
@@ -128,15 +129,17 @@ class Inspection:
         }
         columns = [padded([head, *values], right=True) for head, values in numbers.items() if values]
         columns += [padded([head, *values]) for head, values in words.items() if any(values)]
-        return [f"  {'  '.join(cells)}" for cells in zip(*columns, strict=True)]
+        lines = [f"  {'  '.join(cells)}".rstrip() for cells in zip(*columns, strict=True)]
+        ends = [columns_of(line) for line in lines]
+        return [
+            line if end[-1] <= width else f"{line[: sum(place < width for place in end)].rstrip()}\N{HORIZONTAL ELLIPSIS}"
+            for line, end in zip(lines, ends, strict=True)
+        ]
 
-    def _summary(self) -> list[str]:
-        """Say whether few samples make the loss."""
-        if not self.shown:
-            return []
+    def _share_of_few(self) -> list[str]:
+        """Say whether few samples make the loss of the step with the worst one."""
         step = self.shown[0][0]
-        of_step = [record for number, record in self.ranked if number == step]
-        shown = [record for number, record in self.shown if number == step]
+        of_step, shown = self.records[step], [record for number, record in self.shown if number == step]
         if broken := sum(not math.isfinite(record.loss_sum) for record in of_step):
             return [f"{broken} of the {len(of_step)} samples of step {step:,} have a loss that is not finite."]
         if not {record.sample for record in shown} & {*self.outstanding}:
@@ -145,14 +148,6 @@ class Inspection:
         share = percent(math.fsum(record.loss_share for record in shown))
         who, make = (f"The worst {len(shown)}", "make") if len(shown) > 1 else ("One", "makes")
         return [f"{who} of the {len(of_step)} samples of step {step:,} {make} {share} of its loss."]
-
-    def _outliers_line(self) -> list[str]:
-        found = sorted((pair for pair in self.outliers.items() if pair[1].reasons), key=lambda pair: -pair[1].distance)
-        if not found:
-            return []
-        named = ", ".join(f"{sample} ({'; '.join(one.reasons)})" for sample, one in found[:MAX_OUTLIERS])
-        rest = f", and {len(found) - MAX_OUTLIERS} more in {SAMPLES}" if len(found) > MAX_OUTLIERS else ""
-        return [f"Outliers in this step: {named}{rest}."]
 
     def summary(self) -> dict[str, Any]:
         """Return the verdict, for replay.json."""
@@ -163,22 +158,20 @@ class Inspection:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each sample that was looked at, the greatest loss first."""
-        return [self._row(step, record) for step, record in self.ranked]
-
-    def _row(self, step: int, record: SampleRecord) -> dict[str, Any]:
         names = ("micro_batch", "items", "loss", "loss_share", "grad_norm", "gradient_share")
-        row = {
-            "step": step,
-            "sample": record.sample,
-            "row": row_in_data(self.task, self.dataset, record.sample),
-            **{name: getattr(record, name) for name in names},
-            **{name: name_of(self.task, value) for name, value in record.answer.items()},
-        }
-        if text := text_of(self.task, self.dataset[record.sample]):
-            row["text"] = text
-        if record.picture is not None and (step, record.sample) in {(one, shown.sample) for one, shown in self.shown}:
-            row["picture"] = f"{PICTURES}/{picture_name(step, record.sample)}"
-        return row | (self.outliers[record.sample].to_dict() if record.sample in self.outliers else {})
+        rows = []
+        for place, (step, record) in enumerate(self.ranked):
+            row = {"step": step, "sample": record.sample, "row": row_in_data(self.task, self.dataset, record.sample)}
+            row |= {name: getattr(record, name) for name in names}
+            row |= {name: name_of(self.task, value) for name, value in record.answer.items()}
+            if text := text_of(self.task, self.dataset[record.sample]):
+                row["text"] = text
+            if record.picture is not None and place < self.worst:
+                row["picture"] = f"{PICTURES}/{picture_name(step, record.sample)}"
+            if record.sample in self.outliers:
+                row |= self.outliers[record.sample].to_dict()
+            rows.append(row)
+        return rows
 
     def write(self, folder: Path) -> None:
         """Write samples.jsonl and the pictures of the worst samples into the folder of a replay.
@@ -201,10 +194,8 @@ class Inspection:
 
 def text_of(task: Task, example: Any) -> str:
     """Return a sample as text: its tokens decoded, what the task marks, or the texts that are in it; "" if it is none."""
-    columns, tokenizer = token_columns(example), None
-    if columns and hasattr(type(task), "text_tokenizer"):
-        tokenizer = ask(task, "text_tokenizer", None)
-    if tokenizer is not None:
+    columns = token_columns(example)
+    if columns and (tokenizer := ask(task, "text_tokenizer", None) if hasattr(type(task), "text_tokenizer") else None):
         return " | ".join(tokenizer.decode(np.asarray(example[name]).tolist(), skip_special_tokens=True) for name in columns)
     if hasattr(type(task), "marked"):
         return "".join(piece for piece, _ in ask(task, "marked", [], example))
@@ -265,11 +256,3 @@ def padded(texts: Sequence[str], right: bool = False) -> list[str]:
     widths = [columns_of(text)[-1] if text else 0 for text in texts]
     spaces = [" " * (max(widths) - width) for width in widths]
     return [space + text if right else text + space for text, space in zip(texts, spaces, strict=True)]
-
-
-def cut_at(line: str, width: int) -> str:
-    """Cut a line at the width of the terminal; its spaces are kept."""
-    ends = columns_of(line := line.rstrip())
-    if not ends or ends[-1] <= width:
-        return line
-    return line[: sum(end < width for end in ends)].rstrip() + "\N{HORIZONTAL ELLIPSIS}"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hftune.distributed.progress import Progress
 from hftune.errors import ConfigError
-from hftune.replay.sample_losses import cut_row, sample_losses
+from hftune.replay.samples import cut_row, sample_losses
 from hftune.strategies.base import StepBatch, Strategy
 from hftune.strategies.data_parallel import DataParallel
 from hftune.task import BatchLossTask, Task

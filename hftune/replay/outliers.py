@@ -36,7 +36,7 @@ class Outlyingness:
     """Why it is an outlier, such as "13.8 bits a token, usually 6.1"; empty if it is none."""
     distance: float
     """The largest, in robust standard deviations."""
-    is_cut: bool = False
+    is_cut: bool
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values and their ranks, for samples.jsonl."""
@@ -53,6 +53,8 @@ def find_outliers(dataset: Any, samples: Sequence[int]) -> dict[int, Outlyingnes
       that repeats itself has frequent ones.
     - Images: brightness and contrast, mean and standard deviation of the grey values; and roughness, the mean difference of
       neighbouring pixels, which is high for noise.
+
+    Distances from the median are in units of 1.48 x the median distance, a standard deviation of a bell.
     """
     first = dataset[samples[0]]
     is_text = bool(token_columns(first))
@@ -61,14 +63,20 @@ def find_outliers(dataset: Any, samples: Sequence[int]) -> dict[int, Outlyingnes
     count, most = len(dataset), MAX_TEXTS if is_text else MAX_IMAGES
     spread = range(count) if count <= most else np.linspace(0, count - 1, most).astype(int).tolist()
     numbers = sorted({*spread, *samples})
+    examples = (dataset[number] for number in numbers)
     cut = np.zeros(len(numbers), bool)
     if is_text:
-        measures, cut = _measure_texts([dataset[number] for number in numbers])
+        measures, cut = _measure_texts([*examples])
     else:
-        columns = np.array([_measure_image(pixels_of(dataset[number])) for number in numbers]).T
+        columns = np.array([_measure_image(pixels_of(example)) for example in examples]).T
         measures = dict(zip(("brightness", "contrast", "roughness"), columns, strict=True))
+    distances = {}
+    for name, values in measures.items():
+        scaled = np.log1p(values) if name == "tokens" else values
+        middle = float(np.median(scaled))
+        away = np.abs(scaled - middle)
+        distances[name] = away / max(1.4826 * float(np.median(away)), 0.02 * abs(middle), 1e-9)
     is_rarely_cut = 0 < cut.mean() <= RARELY_CUT
-    distances = {name: _distances(np.log1p(values) if name == "tokens" else values) for name, values in measures.items()}
     found = {}
     for sample in samples:
         place = numbers.index(sample)
@@ -124,13 +132,6 @@ def _measure_image(pixels: np.ndarray | None) -> tuple[float, float, float]:
         grey_HW = grey_HW * 255
     rough = [float(step.mean()) for step in (np.abs(np.diff(grey_HW, axis=axis)) for axis in (0, 1)) if step.size]
     return float(grey_HW.mean()), float(grey_HW.std()), sum(rough) / max(1, len(rough))
-
-
-def _distances(values: np.ndarray) -> np.ndarray:
-    """Return how far values are from their median, in units of 1.48 x the median distance, a standard deviation of a bell."""
-    middle = float(np.median(values))
-    away = np.abs(values - middle)
-    return away / max(1.4826 * float(np.median(away)), 0.02 * abs(middle), 1e-9)
 
 
 def _number(value: float) -> str:

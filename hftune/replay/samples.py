@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, TrainingError
 from hftune.models.trial import restored_buffers
-from hftune.replay.sample_losses import cut_row, sample_losses
 from hftune.strategies.absent_model import ModelNeeded, absent_model
 from hftune.strategies.base import StepBatch, StepReport, Strategy
 from hftune.strategies.data_parallel import DataParallel
@@ -28,6 +27,9 @@ from hftune.task import BatchLossTask, Task, ask
 
 if TYPE_CHECKING:
     from hftune.replay.engine import Replayer
+
+EXACT = 1e-5
+"""Largest difference between a micro-batch's loss and the sum of its samples' losses, in units of that sum: float32 rounds."""
 
 
 @dataclass
@@ -56,6 +58,48 @@ class SampleRecord:
     def loss(self) -> float:
         """Mean over its items."""
         return self.loss_sum / self.items if self.items else 0.0
+
+
+def sample_losses(task: Task, outputs: Any, target: Any, num_rows: int) -> list[Tensor]:
+    """Return the summed loss of each sample of a micro-batch, ``task.loss`` of its row alone, as scalars with their graphs.
+
+    The forward pass is that of the whole micro-batch. A sample that is computed alone draws another dropout, and so has
+    another loss: by 5 % in the middle, and up to 20 %, in a trial with BERT.
+
+    Args:
+        outputs: what the model returned for the micro-batch. With gradients, it must not have been given ``targets``: a loss
+            that was computed together with the head is known as a sum only.
+        target: ``task.target`` of the micro-batch.
+        num_rows: B.
+
+    Raises:
+        TrainingError: the loss of the micro-batch is not the sum of its samples' losses.
+    """
+    if isinstance(task, BatchLossTask):  # compares the samples with each other
+        losses = [*task.batch_losses(task.embed(outputs, target), task.batch_labels(target))]
+    elif (token_losses_BT := getattr(outputs, "losses", None)) is not None:  # of a head that computed them; without gradients
+        losses = [*token_losses_BT.sum(1)]
+    else:
+        losses = [task.loss(*cut_row((outputs, target), row, num_rows)) for row in range(num_rows)]
+    with torch.no_grad():
+        whole, each = float(task.loss(outputs, target)), torch.stack(losses).tolist()
+    if abs(whole - math.fsum(each)) > EXACT * max(math.fsum(map(abs, each)), 1e-3):  # never so of what is not finite
+        raise TrainingError(
+            f"{type(task).__name__}.loss of a micro-batch is {whole:.6g}, and {math.fsum(each):.6g} if it is added up sample "
+            "by sample, so single samples have no loss of their own. It must be a sum over samples, each of which has its row "
+            "in the model's outputs and in the target: a tensor, or tensors in dicts, lists or tuples."
+        )
+    return losses
+
+
+def cut_row(values: Any, row: int, num_rows: int) -> Any:
+    """Cut one row out of all tensors that have ``num_rows`` of them, and leave anything else as it is."""
+
+    def cut(value: Any) -> Any:
+        has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == num_rows
+        return value[row : row + 1] if has_rows else value
+
+    return tree_map(cut, values)
 
 
 def look_inside(replayer: Replayer, batch: StepBatch, report: StepReport, pictures: int = 0) -> list[SampleRecord] | None:
@@ -106,43 +150,6 @@ def look_inside(replayer: Replayer, batch: StepBatch, report: StepReport, pictur
     return sorted(gathered, key=lambda record: record.micro_batch)  # several processes had them
 
 
-def holds_whole_model(strategy: Strategy) -> bool:
-    """Say whether each process holds the whole model."""
-    return isinstance(strategy, DataParallel) and isinstance(strategy.sharding, Replicated)
-
-
-def whole_model(replayer: Replayer) -> DataParallel:
-    """Return the strategy of a replay, or raise ConfigError unless each process holds the whole model."""
-    strategy = replayer.strategy
-    if holds_whole_model(strategy):
-        return strategy  # type: ignore[return-value]
-    raise ConfigError(
-        "The samples of a step can be looked at where each process holds the whole model. Replay on one process, without a "
-        "launcher: the numbers are the same, but for rounding."
-    )
-
-
-@contextmanager
-def leaving_no_trace(model: nn.Module) -> Iterator[None]:
-    """Restore buffers and random generators at the end, and use no compiled code, which frees what a backward pass needs."""
-    devices = {value.device for value in model.parameters() if value.is_cuda}  # not all of the machine's
-    with torch.random.fork_rng([*devices]), restored_buffers(model), torch.compiler.set_stance("force_eager"):
-        yield
-
-
-def compared_losses(replayer: Replayer, task: BatchLossTask, batch: StepBatch, step: int) -> tuple[Tensor, Tensor]:
-    """Return ``step_losses`` at the present weights, with the dropout of a step. Collective."""
-    strategy = whole_model(replayer)
-    embeddings, labels = [], []
-    with torch.no_grad():
-        for index in range(len(batch.mine)):
-            outputs, inputs = strategy.compute_again(batch, index, replayer.recipe.seed, step - 1)
-            target = task.target(inputs)
-            embeddings.append(task.embed(outputs, target))
-            labels.append(task.batch_labels(target))
-    return step_losses(task, batch, embeddings, labels, strategy.sum)
-
-
 def batch_loss(replayer: Replayer, batch: StepBatch, step: int) -> float:
     """Return the mean loss of a batch at the present weights, with the dropout of its own step. Leaves no trace. Collective."""
     strategy, task = whole_model(replayer), replayer.task
@@ -161,6 +168,42 @@ def batch_loss(replayer: Replayer, batch: StepBatch, step: int) -> float:
     return loss / items
 
 
+def compared_losses(replayer: Replayer, task: BatchLossTask, batch: StepBatch, step: int) -> tuple[Tensor, Tensor]:
+    """Return ``step_losses`` at the present weights, with the dropout of a step. Collective."""
+    strategy = whole_model(replayer)
+    embeddings, labels = [], []
+    with torch.no_grad():
+        for index in range(len(batch.mine)):
+            outputs, inputs = strategy.compute_again(batch, index, replayer.recipe.seed, step - 1)
+            target = task.target(inputs)
+            embeddings.append(task.embed(outputs, target))
+            labels.append(task.batch_labels(target))
+    return step_losses(task, batch, embeddings, labels, strategy.sum)
+
+
+def holds_whole_model(strategy: Strategy) -> bool:
+    """Say whether each process holds the whole model."""
+    return isinstance(strategy, DataParallel) and isinstance(strategy.sharding, Replicated)
+
+
+def whole_model(replayer: Replayer) -> DataParallel:
+    """Return the strategy of a replay, or raise ConfigError unless each process holds the whole model."""
+    if holds_whole_model(replayer.strategy):
+        return replayer.strategy  # type: ignore[return-value]
+    raise ConfigError(
+        "The samples of a step can be looked at where each process holds the whole model. Replay on one process, without a "
+        "launcher: the numbers are the same, but for rounding."
+    )
+
+
+@contextmanager
+def leaving_no_trace(model: nn.Module) -> Iterator[None]:
+    """Restore buffers and random generators at the end, and use no compiled code, which frees what a backward pass needs."""
+    devices = {value.device for value in model.parameters() if value.is_cuda}  # not all of the machine's
+    with torch.random.fork_rng([*devices]), restored_buffers(model), torch.compiler.set_stance("force_eager"):
+        yield
+
+
 def _add_gradients(
     records: Sequence[SampleRecord],
     parts: Sequence[Tensor],
@@ -168,11 +211,9 @@ def _add_gradients(
     report: StepReport,
     exact: torch.dtype,
 ) -> None:
-    """Add the norm of each sample's gradient, and its share of that of the step.
+    """Add the norm of each sample's gradient, that of its scalar in ``parts``, and its share of that of the step.
 
-    Args:
-        parts: scalars whose gradients they are.
-        parameters: those with a gradient, which may have been clipped since ``report``: then the direction is the same.
+    The step's gradient may have been clipped since ``report``: then the direction is the same.
     """
     clipped = math.sqrt(sum(float(value.grad.to(exact).square().sum()) for value in parameters))
     for place, (record, part) in enumerate(zip(records, parts, strict=True)):
@@ -192,24 +233,21 @@ def _add_answers(records: Sequence[SampleRecord], task: Task, outputs: Any, inpu
         return
     outputs = tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, outputs)
     loaded = {name: value for name, value in inputs.items() if name != PACKING}
-    for record, answer in zip(records, _without_model(task, "predictions", outputs, _one_label(task, loaded)), strict=False):
+    labels, is_mixed = loaded.get("labels"), getattr(task, "mixup", 0) or getattr(task, "cutmix", 0)
+    # Mixed images have shares of the classes for labels: the greatest one counts.
+    one_label = (
+        {**loaded, "labels": labels.argmax(-1)} if is_mixed and isinstance(labels, Tensor) and labels.ndim == 2 else loaded
+    )
+    worst = sorted(range(len(records)), key=lambda row: -records[row].loss)[:pictures]
+
+    def shown(name: str, batch: Mapping[str, Any], *arguments: Any) -> list[Any]:
+        try:
+            return ask(task, name, [], outputs, absent_model(lambda: None), batch, *arguments)
+        except ModelNeeded:
+            return []
+
+    for record, answer in zip(records, shown("predictions", one_label), strict=False):
         if {"label", "prediction"} <= {*answer}:
             record.answer = {name: answer[name] for name in ("label", "prediction")}
-    worst = sorted(range(len(records)), key=lambda row: -records[row].loss)[:pictures]
-    for row, image in zip(worst, _without_model(task, "sample_images", outputs, loaded, worst), strict=False):
+    for row, image in zip(worst, shown("sample_images", loaded, worst), strict=False):
         records[row].picture = image
-
-
-def _without_model(task: Task, name: str, outputs: Any, loaded: Mapping[str, Any], *arguments: Any) -> list[Any]:
-    """Return what a task shows of a micro-batch; nothing if it would need the model for it."""
-    try:
-        return ask(task, name, [], outputs, absent_model(lambda: None), loaded, *arguments)
-    except ModelNeeded:
-        return []
-
-
-def _one_label(task: Task, loaded: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Give mixed images, whose labels are shares of the classes, the label with the greatest share."""
-    labels = loaded.get("labels")
-    is_mixed = getattr(task, "mixup", 0) or getattr(task, "cutmix", 0)
-    return {**loaded, "labels": labels.argmax(-1)} if is_mixed and isinstance(labels, Tensor) and labels.ndim == 2 else loaded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
@@ -20,12 +20,10 @@ UP_AND_DOWN = "he updates before it move this loss up and down: the learning rat
 
 
 class Usual(NamedTuple):
-    """The losses of the steps before one."""
+    """The losses of the steps before one: the middle, and their robust standard deviation."""
 
     loss: float
-    """In the middle."""
     deviation: float
-    """Robust standard deviation."""
 
 
 class Verdict(NamedTuple):
@@ -64,43 +62,32 @@ def judge_spike(step: int, losses: Mapping[int, float], usual: Usual | None) -> 
     if len(numbers) < 2:
         return Verdict([f"Nothing was computed before step {step:,}, so its batch has no loss at earlier weights."], False)
     values = [losses[number] for number in numbers]
-    places, row = " ".join(f"{number:,}" for number in numbers), " ".join(f"{value:.4g}" for value in values)
-    sentence, blames_batch = _blame(step, numbers, values, usual)
-    return Verdict([f"The batch of step {step:,} at the weights after step {places}: {row}.", sentence], blames_batch)
-
-
-def _blame(step: int, numbers: Sequence[int], values: Sequence[float], usual: Usual | None) -> tuple[str, bool]:
-    last, lowest = values[-1], min(values)
-    if not math.isfinite(last):
-        first = next(place for place, value in enumerate(values) if not math.isfinite(value))
-        if first == 0:
-            return "The batch has no finite loss at any of these weights: look at its samples.", True
-        return (
-            f"The weights make this loss, not the batch: not finite since the update of step {numbers[first]:,}.",
-            False,
-        )
-    moves = [later - earlier for earlier, later in pairwise(values)]
-    is_jumping = count_turns([move for move in moves if abs(move) > JUMP * abs(last)]) >= MIN_JUMPS
+    last, moves = values[-1], [later - earlier for earlier, later in pairwise(values)]
+    large = [move for move in moves if abs(move) > JUMP * abs(last)]
+    turns = longest = min(1, len(large))
+    for one, other in pairwise(large):
+        turns = turns + 1 if one * other < 0 else 1
+        longest = max(longest, turns)
+    is_jumping = longest >= MIN_JUMPS
+    excess = last - min(values) if usual is None else last - usual.loss
     before = "" if usual is None else f"the steps before it had {usual.loss:.4g} +- {usual.deviation:.2g}."
-    if usual is not None and last - usual.loss <= 2 * usual.deviation:
-        return f"Step {step:,} is no spike: {before}{f' But t{UP_AND_DOWN}' if is_jumping else ''}", False
-    excess = last - lowest if usual is None else last - usual.loss
-    if last - lowest > max(NOTHING * abs(last), 0.5 * excess):
+    blames_batch, weights = False, "The weights make this loss, not the batch"
+    if not math.isfinite(last) and not math.isfinite(values[0]):
+        said, blames_batch = "The batch has no finite loss at any of these weights: look at its samples.", True
+    elif not math.isfinite(last):
+        first = next(number for number, value in zip(numbers, values, strict=True) if not math.isfinite(value))
+        said = f"{weights}: not finite since the update of step {first:,}."
+    elif usual is not None and last - usual.loss <= 2 * usual.deviation:
+        said = f"Step {step:,} is no spike: {before}{f' But t{UP_AND_DOWN}' if is_jumping else ''}"
+    elif last - min(values) > max(NOTHING * abs(last), 0.5 * excess):
         worst = max(range(len(moves)), key=moves.__getitem__)
-        update = f"the update of step {numbers[worst + 1]:,} raised it by {moves[worst]:.3g}"
-        return f"The weights make this loss, not the batch: {update}.", False
-    if is_jumping:
-        return f"T{UP_AND_DOWN}", False
-    if usual is None:
+        said = f"{weights}: the update of step {numbers[worst + 1]:,} raised it by {moves[worst]:.3g}."
+    elif is_jumping:
+        said = f"T{UP_AND_DOWN}"
+    elif usual is None:
         few = f"The steps before it are too few to say if step {step:,} is a spike."
-        return f"No update before it makes this loss. {few}", False
-    return f"The batch makes this loss, no update before it; {before}", True
-
-
-def count_turns(moves: Sequence[float]) -> int:
-    """Count the longest series of moves that go up and down in turn."""
-    longest = run = min(1, len(moves))
-    for one, other in pairwise(moves):
-        run = run + 1 if one * other < 0 else 1
-        longest = max(longest, run)
-    return longest
+        said = f"No update before it makes this loss. {few}"
+    else:
+        said, blames_batch = f"The batch makes this loss, no update before it; {before}", True
+    places, row = " ".join(f"{number:,}" for number in numbers), " ".join(f"{value:.4g}" for value in values)
+    return Verdict([f"The batch of step {step:,} at the weights after step {places}: {row}.", said], blames_batch)

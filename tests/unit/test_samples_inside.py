@@ -16,8 +16,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hftune.batch_plan import BatchPlan
 from hftune.errors import ConfigError, TrainingError
-from hftune.replay.sample_losses import sample_losses
-from hftune.replay.samples import batch_loss, look_inside
+from hftune.replay.samples import batch_loss, look_inside, sample_losses
 from hftune.strategies.base import StepBatch, StepReport
 from hftune.strategies.data_parallel import DataParallel
 from hftune.task import BatchLossTask, Task
