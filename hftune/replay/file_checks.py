@@ -6,17 +6,16 @@ This takes seconds, and needs neither data nor model. An owner who makes every h
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 from hftune.atomic import sha256_of
 from hftune.config import Recipe
 from hftune.data.row_hashes import NAME as ROWS
 from hftune.replay.audit import audit
 from hftune.replay.history import History
-from hftune.replay.receipt import Hashes, Receipt, changed_checkpoints, export_hashes, facts_of, hashes_of
+from hftune.replay.receipt import Receipt, changed_checkpoints, export_hashes, facts_of, hashes_of
 from hftune.replay.run_record import flat
 
 MAX_SHOWN = 5
@@ -51,35 +50,49 @@ def check_files(receipt: Receipt, history: History) -> Iterator[Check]:
             f"{receipt.end[:12]}: lines were changed or added after the receipt was made"
         )
     yield Check("chain", f"{len(record.lines):,} lines, each with the hash of the one before", problems)
+
     facts = [*map(facts_of, record.starts)]
-    yield Check("receipt", "its facts are the ledger's", first_few(_different_facts(receipt.starts, facts)))
+    if len(receipt.starts) != len(facts):
+        problems = [f"training started {len(facts)} times by the ledger, and {len(receipt.starts)} times by the receipt"]
+    else:
+        problems = first_few(
+            f"{key} is {now.get(key)} in the ledger and {before.get(key)} in the receipt"
+            for now, before in zip(map(flat, facts), map(flat, receipt.starts), strict=True)
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key)
+        )
+    yield Check("receipt", "its facts are the ledger's", problems)
+
     proof = audit(folder)
-    wrong = [sentence.rstrip(".") for sentence in proof.problems if sentence not in record.problems]
+    problems = [sentence.rstrip(".") for sentence in proof.problems if sentence not in record.problems]
     skipped = f", {len(proof.skipped):,} skipped" if proof.skipped else ""
     text = f"{proof.steps:,} steps{skipped}, with the samples and learning rates of the recipe"
-    yield Check("plan", text, first_few([*wrong, *_wrong_rates(history)]))
-    wrong = [*changed_checkpoints(receipt.checkpoints, folder)]
+    yield Check("plan", text, first_few([*problems, *_wrong_rates(history)]))
+
+    problems = [*changed_checkpoints(receipt.checkpoints, folder)]
     for step, hashes in receipt.checkpoints.items():
         if hashes != hashes_of(record.checkpoints.get(step, {})):
-            wrong.append(f"checkpoint {step} has other hashes in the ledger than in the receipt")
+            problems.append(f"checkpoint {step} has other hashes in the ledger than in the receipt")
     if record.last not in receipt.checkpoints:
-        wrong.append(f"there is none of the last step, {record.last:,}")
+        problems.append(f"there is none of the last step, {record.last:,}")
     text = f"{len(receipt.checkpoints)}, with the hashes that were noted when they were written"
-    yield Check("checkpoints", text, first_few(wrong))
+    yield Check("checkpoints", text, first_few(problems))
+
     found = export_hashes(folder)
-    text = f"{len(found)} files of {' and '.join(receipt.models)}"
-    yield Check("export", text, first_few(_different_exports(receipt.exports, found)))
-    yield _check_rows_file(history)
+    problems = [f"{name} is missing" for name in sorted(receipt.exports.keys() - found.keys())]
+    problems += [f"{name} is not in the receipt" for name in sorted(found.keys() - receipt.exports.keys())]
+    problems += [f"{name} is not the receipt's" for name, own in receipt.exports.items() if found.get(name, own) != own]
+    yield Check("export", f"{len(found)} files of {' and '.join(receipt.models)}", first_few(problems))
 
-
-def _different_facts(receipt: Sequence[Mapping[str, Any]], ledger: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    if len(receipt) != len(ledger):
-        yield f"training started {len(ledger)} times by the ledger, and {len(receipt)} times by the receipt"
-        return
-    for before, now in zip(map(flat, receipt), map(flat, ledger), strict=True):
-        for key in sorted(before.keys() | now.keys()):
-            if before.get(key) != now.get(key):
-                yield f"{key} is {now.get(key)} in the ledger and {before.get(key)} in the receipt"
+    about, path = [start["data"]["train"] for start in record.starts], folder / ROWS
+    roots = {one.get("root") for one in about} - {None}
+    if not roots:
+        yield Check("rows", "not checked: the run noted no hash of each row")
+    elif not path.is_file():
+        yield Check("rows", problems=[f"{ROWS} is missing"])
+    else:
+        problems = [] if roots == {sha256_of(path)} else [f"{ROWS} does not hold the rows that the ledger was begun with"]
+        yield Check("rows", f"the hashes of {about[-1]['rows']:,} rows", problems)
 
 
 def _wrong_rates(history: History) -> Iterator[str]:
@@ -98,25 +111,3 @@ def _wrong_rates(history: History) -> Iterator[str]:
             expected = lr_at(step - 1, start["num_steps"], recipes[id(start)].train, start["steps_per_epoch"])
             if not math.isclose(line.get("lr") or 0.0, expected, rel_tol=1e-12):
                 yield f"step {step} has a learning rate of {line.get('lr')}, the recipe's schedule makes it {expected:g}"
-
-
-def _different_exports(receipt: Hashes, found: Hashes) -> Iterator[str]:
-    for name in sorted(found.keys() | receipt.keys()):
-        if name not in found:
-            yield f"{name} is missing"
-        elif name not in receipt:
-            yield f"{name} is not in the receipt"
-        elif found[name] != receipt[name]:
-            yield f"{name} is not the receipt's"
-
-
-def _check_rows_file(history: History) -> Check:
-    """Check that the hashes of the rows are those that the ledger stands on."""
-    about, path = [start["data"]["train"] for start in history.ledger.starts], history.folder / ROWS
-    roots = {one.get("root") for one in about} - {None}
-    if not roots:
-        return Check("rows", "not checked: the run noted no hash of each row")
-    if not path.is_file():
-        return Check("rows", problems=[f"{ROWS} is missing"])
-    problems = [] if roots == {sha256_of(path)} else [f"{ROWS} does not hold the rows that the ledger was begun with"]
-    return Check("rows", f"the hashes of {about[-1]['rows']:,} rows", problems)

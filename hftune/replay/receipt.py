@@ -49,39 +49,6 @@ class Receipt:
         """The folders of the exported models."""
         return sorted({name.partition("/")[0] for name in self.exports})
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "_type": STATEMENT,
-            "subject": [{"name": name, "digest": {"sha256": digest}} for name, digest in self.exports.items()],
-            "predicateType": PREDICATE,
-            "predicate": {
-                "ledger": {"lines": self.num_lines, "end": self.end},
-                "checkpoints": {str(step): hashes for step, hashes in self.checkpoints.items()},
-                "starts": self.starts,
-            },
-        }
-
-    @classmethod
-    def from_json(cls, statement: Mapping[str, Any]) -> Receipt:
-        """Raises KeyError, TypeError or ValueError if it is no receipt."""
-        if statement["predicateType"] != PREDICATE:
-            raise ValueError(f"its predicateType is {statement['predicateType']!r}, and not {PREDICATE!r}")
-        predicate = statement["predicate"]
-        exports = {item["name"]: item["digest"]["sha256"] for item in statement["subject"]}
-        if len(exports) < len(statement["subject"]):
-            raise ValueError("it names a file twice")
-        if outside := [name for name in exports if name.partition("/")[0] not in MODELS or ".." in name.split("/")]:
-            raise ValueError(f"its file {outside[0]!r} is in neither of {' and '.join(MODELS)}")
-        if not predicate["starts"]:
-            raise ValueError("it says of no training how it started")
-        return cls(
-            exports,
-            int(predicate["ledger"]["lines"]),
-            str(predicate["ledger"]["end"]),
-            [dict(start) for start in predicate["starts"]],
-            {int(step): dict(hashes) for step, hashes in predicate["checkpoints"].items()},
-        )
-
 
 def make_receipt(folder: Path) -> Receipt:
     """Make the receipt of a finished run.
@@ -104,10 +71,20 @@ def make_receipt(folder: Path) -> Receipt:
 
 def write_receipt(receipt: Receipt, path: Path) -> None:
     """Write it, or raise ConfigError."""
+    statement = {
+        "_type": STATEMENT,
+        "subject": [{"name": name, "digest": {"sha256": digest}} for name, digest in receipt.exports.items()],
+        "predicateType": PREDICATE,
+        "predicate": {
+            "ledger": {"lines": receipt.num_lines, "end": receipt.end},
+            "checkpoints": {str(step): hashes for step, hashes in receipt.checkpoints.items()},
+            "starts": receipt.starts,
+        },
+    }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(path) as temporary:
-            temporary.write_text(json.dumps(receipt.to_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps(statement, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}. Name another: --output FILE.") from error
 
@@ -115,7 +92,20 @@ def write_receipt(receipt: Receipt, path: Path) -> None:
 def read_receipt(path: Path) -> Receipt:
     """Read a receipt, or raise ConfigError."""
     try:
-        return Receipt.from_json(json.loads(path.read_text(encoding="utf-8")))
+        statement = json.loads(path.read_text(encoding="utf-8"))
+        if statement["predicateType"] != PREDICATE:
+            raise ValueError(f"its predicateType is {statement['predicateType']!r}, and not {PREDICATE!r}")
+        predicate = statement["predicate"]
+        exports = {item["name"]: item["digest"]["sha256"] for item in statement["subject"]}
+        if len(exports) < len(statement["subject"]):
+            raise ValueError("it names a file twice")
+        if outside := [name for name in exports if name.partition("/")[0] not in MODELS or ".." in name.split("/")]:
+            raise ValueError(f"its file {outside[0]!r} is in neither of {' and '.join(MODELS)}")
+        if not predicate["starts"]:
+            raise ValueError("it says of no training how it started")
+        checkpoints = {int(step): dict(hashes) for step, hashes in predicate["checkpoints"].items()}
+        num_lines, end = int(predicate["ledger"]["lines"]), str(predicate["ledger"]["end"])
+        return Receipt(exports, num_lines, end, [*map(dict, predicate["starts"])], checkpoints)
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file. hftune receipt RUN writes one.") from None
     except (OSError, KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:

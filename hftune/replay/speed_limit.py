@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hftune.optim.lion import Lion
-from hftune.replay.segments import Segment
+
+if TYPE_CHECKING:
+    from hftune.replay.verification import Segment
 
 KNOWN = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, Lion)
 """The optimizers whose updates have a bound that is written here."""
@@ -84,10 +86,11 @@ class SpeedLimit:
 
     def largest_share(self, segment: Segment, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> tuple[float, str]:
         """Return the most of its limit that any weight moved in a segment, and the name of its tensor; above 1: too far."""
-        names = [name for name in self._group_of if name in before and name in after]
-        shares = {name: self._share(segment, self._group_of[name], before[name], after[name]) for name in names}
-        worst = max(shares, key=shares.__getitem__, default="")
-        return (shares[worst], worst) if worst and shares[worst] > 0 else (0.0, "")
+        largest, worst = 0.0, ""
+        for name, group in self._group_of.items():
+            if name in before and name in after and (share := self._share(segment, group, before[name], after[name])) > largest:
+                largest, worst = share, name
+        return largest, worst
 
     def _share(self, segment: Segment, group: int | None, before: Tensor, after: Tensor) -> float:
         if (before.shape, before.dtype) != (after.shape, after.dtype):

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,22 +29,16 @@ from hftune.distributed.consistency import fingerprint
 from hftune.errors import ConfigError
 from hftune.models.weights import weights_digest
 from hftune.replay.differences import first_use
+from hftune.replay.distances import is_near, measure
 from hftune.replay.engine import ReplayedStep, Replayer
 from hftune.replay.file_checks import Check, first_few
 from hftune.replay.history import History, path_of
 from hftune.replay.receipt import Hashes, Receipt, changed_checkpoints
-from hftune.replay.segments import Segment, segments_between
 from hftune.replay.speed_limit import SpeedLimit, why_unlimited
 from hftune.replay.tolerance import difference
 from hftune.tracking.console import hide_progress_bars, one_line
 from hftune.tracking.hardware import hardware
 
-OF_THE_WAY = 1e-4
-"""How far the weights at the end of a segment may lie from its checkpoint, as a share of the way that they went in it. Across
-numbers of processes 1.6e-5 was met."""
-NOISE = 1e-5
-"""The gradient of a weight, relative to that of all weights, below which it may be only rounding, as that of a key's bias in
-attention is. Adam moves such a weight as far as any other, and no two machines agree where to: 2e-3 of the way was met."""
 OPTIMIZER_KEYS = ("optimizer", "optimizer_args", "betas", "weight_decay", "momentum", "groups", "layer_decay", "clip_norm")
 """Keys of the section train on which the speed limit stands, beside the learning rate, which the ledger has."""
 RUNS_CODE = {".py", ".so", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
@@ -50,9 +46,68 @@ RUNS_CODE = {".py", ".so", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 NOT_COMPUTED = {"transformers_version", "_name_or_path", "dtype", "torch_dtype"}
 """Keys of an exported config.json that may differ with versions and places, and decide nothing that a model computes."""
 
-Tensors = Mapping[str, Tensor]
-Groups = Mapping[str, Tensors]
-"""As in checkpoints."""
+
+# Which parts are computed again: drawn after the owner has given the receipt away, so nobody can know which need to be true.
+
+
+@dataclass(frozen=True, order=True)
+class Segment:
+    """The steps after one checkpoint, up to and including that of another."""
+
+    start: int
+    """Step of the checkpoint that it starts from; 0 for the first weights."""
+    end: int
+
+    def __str__(self) -> str:
+        return f"{self.start + 1}-{self.end}" if len(self) > 1 else str(self.end)
+
+    @property
+    def title(self) -> str:
+        """The segment in words, such as "steps 11-20"."""
+        return f"step{'s' if len(self) > 1 else ''} {self}"
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+def segments_between(checkpoints: Iterable[int]) -> list[Segment]:
+    """Cut a run at the steps of its checkpoints."""
+    return [Segment(start, end) for start, end in pairwise([0, *sorted(checkpoints)])]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Which segments are computed again."""
+
+    always: list[Segment]
+    """The first one, which pins the first weights, and the last one, which makes the model."""
+    drawn: list[Segment]
+    """At random among all others."""
+    left: list[Segment]
+    """The others of these."""
+
+    @property
+    def chosen(self) -> list[Segment]:
+        return sorted([*self.always, *self.drawn])
+
+    @property
+    def chance_to_miss_one(self) -> float:
+        """The probability that one forged segment, somewhere among those that were drawn from, would not have been drawn."""
+        return len(self.left) / (len(self.drawn) + len(self.left)) if self.left else 0.0
+
+
+def draw(segments: Sequence[Segment], count: int | None, seed: str) -> Draw:
+    """Draw the segments to compute again.
+
+    Args:
+        count: how many in all; at least the first and the last. None: all of them.
+        seed: equal seeds draw equal segments.
+    """
+    always = sorted({segments[0], segments[-1]})
+    middle = [segment for segment in segments if segment not in always]
+    wanted = len(middle) if count is None else min(len(middle), max(0, count - len(always)))
+    drawn = sorted(random.Random(seed).sample(middle, wanted))
+    return Draw(always, drawn, [segment for segment in middle if segment not in drawn])
 
 
 @dataclass(frozen=True)
@@ -186,8 +241,9 @@ class Verification:
             self.replayer.load(segment.start)
         except ConfigError as error:  # its tensors are those of the receipt, but not its manifest
             return Check(segment.title, problems=[str(error).rstrip(".")])
-        before = self.replayer.weights()
-        is_as_noted = segment.start > 0 or self._begins_as_noted(before)
+        before, noted = self.replayer.weights(), self.receipt.starts[0].get("weights")
+        # Drawn by other CPU kernels, the first weights may have other last bits.
+        is_as_noted = segment.start > 0 or not before or noted in (None, weights_digest(before["model"]))
         furthest, wrong = self._replay_steps(segment)
         saved = self.replayer.strategy.state()
         if saved is None:
@@ -196,23 +252,23 @@ class Verification:
         wrong += self._different_values(segment.end, values)
         distances = [*measure(before, tensors, self._claimed(segment.end))]
         worst = max(distances, key=lambda distance: distance.share)
-        must_be_exact = furthest == 0 and self._computes_the_same(segment)
+        must_be_same = self._computes_the_same(segment)
         problems = []
-        if not is_as_noted and self._computes_the_same(segment):
+        if not is_as_noted and must_be_same:
             problems.append("the first weights are not those that the ledger says")
         if wrong:
             problems.append(wrong[0] + (f"; so do {len(wrong) - 1} more of this segment" if len(wrong) > 1 else ""))
-        if (must_be_exact and worst.off > 0) or any(distance.is_too_far(len(segment)) for distance in distances):
+        is_inexact = must_be_same and furthest == 0 and worst.off > 0
+        if is_inexact or any(distance.is_too_far(len(segment)) for distance in distances):
             problems.append(
                 f"they do not lead to checkpoint {segment.end}: it lies {worst.share:.2g} of the way off, most of it in "
                 f"{worst.where}"
             )
         if is_as_noted and furthest == worst.off == 0:
             return Check(segment.title, "bit-equal", problems)
+        text = f"losses within {furthest:.1e}, weights within {worst.share:.1e} of the way"
         first = "" if is_as_noted else "; drawn on this machine, the first weights have other last bits"
-        return Check(
-            segment.title, f"losses within {furthest:.1e}, weights within {worst.share:.1e} of the way{first}", problems
-        )
+        return Check(segment.title, text + first, problems)
 
     def _replay_steps(self, segment: Segment) -> tuple[float, list[str]]:
         """Compute the steps of a segment; return the largest relative difference, and what is wrong in which step."""
@@ -230,9 +286,10 @@ class Verification:
             if not differs.same_samples:
                 wrong.append(f"step {step} was computed from other samples than the ledger says")
             elif not differs.is_equal or not is_stated(replayed, line) or replayed.items != line.get("items"):
+                loss, norm = ("none" if line.get(name) is None else f"{line[name]:.8g}" for name in ("loss", "grad_norm"))
                 wrong.append(
-                    f"step {step} gives loss {_shown(replayed.loss)} and gradient norm {_shown(replayed.grad_norm)}, and not "
-                    f"{_shown(line.get('loss'))} and {_shown(line.get('grad_norm'))} as in the ledger"
+                    f"step {step} gives loss {replayed.loss:.8g} and gradient norm {replayed.grad_norm:.8g}, and not {loss} "
+                    f"and {norm} as in the ledger"
                 )
         return furthest, wrong
 
@@ -245,11 +302,6 @@ class Verification:
         names = sorted((claimed.keys() | values.keys()) - {"scaler"})
         different = [name for name in names if not is_near(claimed.get(name), values.get(name))]
         return [f"checkpoint {step} states another {name} than its steps lead to" for name in different]
-
-    def _begins_as_noted(self, weights: Groups) -> bool:
-        """Say whether the first weights are those of the run, to the bit. Other CPU kernels may draw other last bits."""
-        noted = self.receipt.starts[0].get("weights")
-        return noted is None or not weights or weights_digest(weights["model"]) == noted
 
     def _computes_the_same(self, segment: Segment) -> bool:
         """Say whether this machine has to compute the same bits as the run: equal processes, CPUs, code and packages."""
@@ -265,125 +317,28 @@ class Verification:
         return strategy.device.type == "cpu" and all({key: start.get(key) for key in here} == here for start in starts)
 
 
-# How far computed tensors lie from those of a checkpoint
-
-
-@dataclass(frozen=True)
-class Distance:
-    """How far tensors that were computed lie from those that a checkpoint claims."""
-
-    off: float
-    way: float
-    """From the segment's start to the checkpoint; of moments, their norm."""
-    rounding: float
-    """The most that one rounding of every claimed number comes to."""
-    where: str
-    """The tensor that is furthest off."""
-
-    @property
-    def share(self) -> float:
-        """Of the way."""
-        return 0.0 if self.off == 0 else self.off / self.way if self.way else math.inf
-
-    def is_too_far(self, num_steps: int) -> bool:
-        """Say whether it is more than machines differ in. Where the learning rate is almost 0, every step's rounding counts."""
-        return self.off > OF_THE_WAY * self.way + self.rounding * num_steps
-
-
-def measure(before: Groups, now: Groups, claimed: Groups) -> Iterator[Distance]:
-    """Yield how far what was computed lies from a checkpoint: weights, their moving averages, and each kind of moment.
-
-    Weights whose gradient may be rounding do not count. Moments do, since they decide the steps that follow.
-    """
-    noise = _gradients_of_rounding(now.get("optimizer", {}))
-    for group in sorted(now.keys() | claimed.keys()):
-        ours, theirs = now.get(group, {}), claimed.get(group, {})
-        if unpaired := sorted(ours.keys() ^ theirs.keys()):
-            yield Distance(math.inf, 0.0, 0.0, f"{unpaired[0]}, which only one of them has")
-            continue
-        kinds = sorted({name.rpartition("/")[2] for name in ours}) if group == "optimizer" else [""]
-        for kind in kinds:
-            names = [name for name in ours if not kind or name.endswith(f"/{kind}")]
-            yield _distance(names, ours, theirs, before.get(group, {}), noise)
-
-
-def _gradients_of_rounding(moments: Tensors) -> dict[str, Tensor]:
-    """Say of each weight whether its gradients may have been nothing but rounding, for optimizers that step as far for them.
-
-    Args:
-        moments: of Adam, whose second moment tells the size of a gradient; of Lion, the first.
-    """
-    firsts, seconds = (
-        {name.removesuffix(f"/{kind}"): value for name, value in moments.items() if name.endswith(f"/{kind}")}
-        for kind in ("exp_avg", "exp_avg_sq")
-    )
-    sizes = {name: value.abs() for name, value in firsts.items()} | {name: value.sqrt() for name, value in seconds.items()}
-    count = sum(value.numel() for value in sizes.values())
-    typical = (sum(_squared(value.double()) for value in sizes.values()) / max(1, count)) ** 0.5
-    return {name: (value > 0) & (value < NOISE * typical) for name, value in sizes.items()}
-
-
-def _distance(names: list[str], now: Tensors, then: Tensors, start: Tensors, noise: Tensors) -> Distance:
-    """Measure the distance of two sets of tensors.
-
-    Args:
-        start: where the way begins; empty: at zero.
-        noise: by name, which elements do not count.
-    """
-    off, way, rounding, worst, where = 0.0, 0.0, 0.0, 0.0, ""
-    for name in names:
-        if (now[name].shape, now[name].dtype) != (then[name].shape, then[name].dtype):
-            return Distance(math.inf, 0.0, 0.0, f"{name}, whose shape or type differs")
-        ours, theirs = now[name].double(), then[name].double()
-        begin = start[name].double() if name in start else torch.zeros((), dtype=torch.float64)
-        apart = torch.where((ours == theirs) | (ours.isnan() & theirs.isnan()), 0.0, ours - theirs).nan_to_num(nan=torch.inf)
-        moved, size = (theirs - begin).nan_to_num(0, 0, 0), theirs.nan_to_num(0, 0, 0)
-        if name in noise:
-            apart, moved, size = (value.masked_fill(noise[name], 0) for value in (apart, moved, size))
-        own = _squared(apart)
-        off, way = off + own, way + _squared(moved)
-        if then[name].is_floating_point():
-            rounding += _squared(size) * torch.finfo(then[name].dtype).eps ** 2
-        if own > worst:
-            worst, where = own, name
-    return Distance(off**0.5, way**0.5, rounding**0.5, where)
-
-
-def _squared(value: Tensor) -> float:
-    return float(value.square().sum())
-
-
 def is_stated(replayed: ReplayedStep, line: Mapping[str, Any]) -> bool:
     """Say whether a line has the numbers of its step; those that were not finite are null."""
     names = ("loss", "grad_norm", "lr", "items")
     return all(line.get(name) is not None or not math.isfinite(getattr(replayed, name)) for name in names)
 
 
-def is_near(one: Any, other: Any) -> bool:
-    """Compare nested JSON values, numbers up to what machines differ in."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(is_near(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(is_near, one, other))
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=OF_THE_WAY)
-    return bool(one == other)
-
-
-def _shown(value: float | None) -> str:
-    """Format a loss, or a norm that the ledger may lack because it was not finite."""
-    return "none" if value is None else f"{value:.8g}"
-
-
-# Exported models
-
-
 def different_files(folder: Path, again: Path, step: int) -> Iterator[str]:
     """Say which tensors of an export are not those of its checkpoint, exported again, and which keys of its config differ.
 
-    Other files, such as a tokenizer's, may differ with the versions of libraries; the receipt pins them.
+    Other files, such as a tokenizer's, may differ with the versions of libraries; the receipt pins them. So may keys of a
+    config that only one of them has; but for ``auto_map``, which names the code that would be loaded.
     """
-    yield from _different_config(folder, again)
+    for path in sorted(again.rglob("config.json")):
+        name = path.relative_to(again)
+        if not (folder / name).is_file():
+            yield f"{folder.name}/{name} is missing"
+            continue
+        then, now = (json.loads((root / name).read_text(encoding="utf-8")) for root in (folder, again))
+        for key in sorted((then.keys() & now.keys()) - NOT_COMPUTED | ({"auto_map"} & then.keys())):
+            if then[key] != now.get(key):
+                told, own = (one_line(str(value), 60) for value in (then[key], now.get(key)))
+                yield f"{folder.name}/{name}: {key} is {told}, the run's is {own}"
     for path in sorted(path for path in folder.rglob("*") if path.suffix in RUNS_CODE):
         if not (again / path.relative_to(folder)).is_file():
             yield f"{folder.name}/{path.relative_to(folder)} is not an export of this run"
@@ -398,20 +353,3 @@ def different_files(folder: Path, again: Path, step: int) -> Iterator[str]:
                 yield f"{folder.name}: {key} is {'missing' if key in now else 'not a tensor of this model'}"
             elif then[key].dtype != now[key].dtype or not torch.equal(then[key], now[key]):
                 yield f"{folder.name}: {key} is not that of checkpoint {step}"
-
-
-def _different_config(folder: Path, again: Path) -> Iterator[str]:
-    """Say which keys of an exported model's config differ, such as the names of its labels, and what code it would load.
-
-    Keys that only one of them has may come from other versions of libraries; but for ``auto_map``, which names code.
-    """
-    for path in sorted(again.rglob("config.json")):
-        name = path.relative_to(again)
-        if not (folder / name).is_file():
-            yield f"{folder.name}/{name} is missing"
-            continue
-        then, now = (json.loads((root / name).read_text(encoding="utf-8")) for root in (folder, again))
-        for key in sorted((then.keys() & now.keys()) - NOT_COMPUTED | ({"auto_map"} & then.keys())):
-            if then[key] != now.get(key):
-                told, own = (one_line(str(value), 60) for value in (then[key], now.get(key)))
-                yield f"{folder.name}/{name}: {key} is {told}, the run's is {own}"

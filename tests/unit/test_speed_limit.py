@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hftune.optim.lion import Lion
-from hftune.replay.segments import Segment, draw, segments_between
 from hftune.replay.speed_limit import SpeedLimit, adam_bound, why_unlimited
+from hftune.replay.verification import Segment, draw, segments_between
 
 STEPS = 60
 
