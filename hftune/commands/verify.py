@@ -121,21 +121,20 @@ def compute_again(receipt: Receipt, history: History, count: int | None, seed: s
         if not verification.segments:
             yield "Nothing was computed again: no checkpoint is intact."
             return
-        draws = draw(verification.segments, count, seed)
-        middle = len(draws.drawn) + len(draws.left)
-        num_steps, step_s = sum(map(len, draws.chosen)), history.seconds_per_step()
+        always, drawn, left = draw(verification.segments, count, seed)
+        chosen, middle = sorted([*always, *drawn]), len(drawn) + len(left)
+        num_steps, step_s = sum(map(len, chosen)), history.seconds_per_step()
         took = "" if step_s is None else f", which took the run {duration(num_steps * step_s)}"
-        which = ", ".join(map(str, draws.always)) if draws.left else "all segments"
-        if draws.left and draws.drawn:
-            which += f"; and of the {middle} others, drawn with seed {seed}: {', '.join(map(str, draws.drawn))}"
+        which = ", ".join(map(str, always)) if left else "all segments"
+        if left and drawn:
+            which += f"; and of the {middle} others, drawn with seed {seed}: {', '.join(map(str, drawn))}"
         yield f"Replaying {num_steps:,} steps{took}: {which}."
-        for segment in draws.chosen:
+        for segment in chosen:
             yield verification.check_segment(segment)
-    if not draws.left:
+    if not left:
         yield "Every step was computed again."
         return
-    missed = f"would have been missed with a chance of {100 * draws.chance_to_miss_one:.0f} %; --all leaves none."
     yield (
-        f"Not replayed: {len(draws.left)} of {len(draws.left) + len(draws.chosen)} segments. One forged segment among the "
-        f"{middle} that were drawn from {missed}"
+        f"Not replayed: {len(left)} of {len(left) + len(chosen)} segments. One forged segment among the {middle} that were "
+        f"drawn from would have been missed with a chance of {100 * len(left) / middle:.0f} %; --all leaves none."
     )

@@ -29,9 +29,10 @@ from hftune.errors import ConfigError, TrainingError
 from hftune.models.weights import weights_digest
 from hftune.optim import ema_decay_at, lr_at
 from hftune.replay.history import NO_CHANGE, Change, History, keys_of
-from hftune.replay.leaving_out import LeavingOut, leaving_out
+from hftune.replay.leaving_out import LeavingOut
 from hftune.settle import PARTS, default_parts, prepare, settle_micro_batches, warm_up_strategy
 from hftune.strategies.base import StepBatch, StepReport, Strategy
+from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.sharding import SavedState, model_tensors
 from hftune.task import Task
 
@@ -197,7 +198,9 @@ class Replayer:
             with closing(self.strategy.batches(self._augmented, steps, workers, epoch)) as batches:
                 for batch in batches:
                     yield self._compute(batch, look)
-                    if self.step >= last or not self._continues(self.step + 1):
+                    following = self.step + 1  # from the same pass over the data, if nothing changes
+                    is_changed = following == self.change.from_step or self._terms_of(following) != self._terms
+                    if self.step >= last or is_changed or self._skips(following):
                         break
 
     def batch_of(self, step: int) -> StepBatch:
@@ -279,7 +282,10 @@ class Replayer:
         saved = (found[0].tensors, found[0].progress["values"]) if found else None
         terms = self._terms_of(step + 1)
         if step and hasattr(self, "strategy") and terms == self._terms:
-            forget_state(self.strategy)
+            optimizer = self.strategy.sharding.bare_optimizer  # back to before its first step, but for the weights
+            optimizer.state.clear()
+            for group, options in zip(optimizer.param_groups, self.strategy.sharding.initial_options, strict=True):
+                group.update(options)
             self._load(saved, step)
         else:
             self._set_up(terms, saved, step)
@@ -295,15 +301,21 @@ class Replayer:
             self._end_workers()
             del self.strategy, self.parts
         self._terms, recipe = terms, terms.recipe
-        self._use_threads(terms.start)
+        threads, world_size = terms.start.get("hardware", {}).get("threads"), terms.start["world_size"]
+        if threads and world_size == self.group.num_processes and self.group.device.type == "cpu":
+            torch.set_num_threads(threads)  # their number changes the last bits
         parts = build(recipe, self.session.progress, self.datasets)
         accelerator = start_accelerator(recipe.train)
         self.strategy = strategy = choose_strategy(accelerator, recipe, self.session.progress)
         if self.change.without:
-            self.strategy = strategy = leaving_out(strategy, accelerator, self.task, self.session.progress)
+            if type(strategy) is not DataParallel:
+                name = type(strategy).__name__
+                raise ConfigError(f"--without does not work under {name}. Replay on one process, without a launcher.")
+            self.strategy = strategy = LeavingOut(accelerator, self.task, self.session.progress)
         self.parts = parts
-        if not step:
-            self._compare_weights(terms.start)
+        noted = None if step or self._changes_data or not strategy.is_main else terms.start.get("weights")
+        if noted is not None and weights_digest(model_tensors(parts.model)) != noted:  # drawn differently, or another model
+            self.notices.append("The first weights differ from those that the run began with.")
         prepare(recipe, strategy, parts)
         if step:
             self._load(saved, step)
@@ -319,20 +331,6 @@ class Replayer:
             raise ConfigError(f"The checkpoint of step {step:,} belongs to a different model: {error}.") from error
         self.step = step
 
-    def _compare_weights(self, start: Mapping[str, Any]) -> None:
-        """Note that a run began with other weights: other libraries may draw them differently, or a model has changed."""
-        then = start.get("weights")
-        if then is None or self._changes_data or not self.strategy.is_main:
-            return
-        if weights_digest(model_tensors(self.parts.model)) != then:
-            self.notices.append("The first weights differ from those that the run began with.")
-
-    def _use_threads(self, start: Mapping[str, Any]) -> None:
-        """Compute with as many threads as the run, whose number changes the last bits, if it had as many processes."""
-        threads = start.get("hardware", {}).get("threads")
-        if threads and start["world_size"] == self.group.num_processes and self.group.device.type == "cpu":
-            torch.set_num_threads(threads)
-
     def _keep_parts(self, terms: Terms) -> None:
         """Cut steps into the micro-batches of the run: a pipeline's are more, and the dropout of each is keyed by it."""
         plan, stages = self.parts.plan, terms.start.get("recipe", {}).get("parallel", {}).get("pipeline_stages", 1)
@@ -345,10 +343,6 @@ class Replayer:
 
     def _skips(self, step: int) -> bool:
         return step in self.change.skip or step in (getattr(self.recipe.train, "skip", None) or ())
-
-    def _continues(self, step: int) -> bool:
-        """Say whether a step can be computed right after the one before it, from the same pass over the data."""
-        return step != self.change.from_step and self._terms_of(step) == self._terms and not self._skips(step)
 
     def _compute(self, batch: StepBatch, look: Look | None) -> ReplayedStep:
         strategy, config, index = self.strategy, self.recipe.train, self.step
@@ -377,11 +371,3 @@ class Replayer:
     def _end_workers(self) -> None:
         if hasattr(self, "strategy"):
             self.strategy.end_workers()
-
-
-def forget_state(strategy: Strategy) -> None:
-    """Bring an optimizer to where it was before its first step, but for the weights. Local."""
-    optimizer = strategy.sharding.bare_optimizer
-    optimizer.state.clear()
-    for group, options in zip(optimizer.param_groups, strategy.sharding.initial_options, strict=True):
-        group.update(options)

@@ -9,10 +9,8 @@ import copy
 import json
 import os
 import re
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
@@ -218,11 +216,10 @@ class History:
 
         path = self.checkpoint_path(step)
         try:
-            with held(path) as copied:
-                return replace(open_checkpoint(copied), path=path)
-        except (BrokenCheckpoint, FileNotFoundError) as error:
+            return open_checkpoint(path)
+        except BrokenCheckpoint as error:
             if skipped is not None:
-                skipped.append(f"Skipped {path}: {error if isinstance(error, BrokenCheckpoint) else 'it has been removed'}.")
+                skipped.append(f"Skipped {path}: {error}.")
             return None
 
     def seconds_per_step(self) -> float | None:
@@ -277,22 +274,6 @@ def keys_of(overrides: Iterable[Override]) -> set[str]:
 def path_of(folder: Path, step: int) -> Path:
     """Return the path of a step's checkpoint in a run's folder. The same as in ``checkpoints``, which imports torch."""
     return folder / "checkpoints" / f"step_{step:08d}"
-
-
-@contextmanager
-def held(path: Path) -> Iterator[Path]:
-    """Yield a checkpoint that a run in progress cannot remove while it is read: hard links to its files, beside the run.
-
-    Where there can be none, as on a file system that is read-only, it is read where it is. Not copied: it may be huge.
-    """
-    with ExitStack() as stack:
-        try:
-            beside = path.resolve().parents[2]  # on the same file system
-            linked = Path(stack.enter_context(TemporaryDirectory(prefix=".hftune-replay-", dir=beside))) / path.name
-            shutil.copytree(path, linked, copy_function=os.link)
-        except OSError:  # also if some of it has just been removed: then reading it fails
-            linked = path
-        yield linked
 
 
 def as_replayed(nested: dict[str, Any], start: Mapping[str, Any], overrides: Iterable[Override] = ()) -> dict[str, Any]:

@@ -11,19 +11,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
-from hftune.distributed.progress import Progress
-from hftune.errors import ConfigError
 from hftune.replay.samples import cut_row, sample_losses
-from hftune.strategies.base import StepBatch, Strategy
+from hftune.strategies.base import StepBatch
 from hftune.strategies.data_parallel import DataParallel
-from hftune.task import BatchLossTask, Task
+from hftune.task import BatchLossTask
 
 
 class LeavingOut(DataParallel):
-    """DataParallel with rows of the training data whose losses count as 0, and whose items do not count."""
+    """DataParallel with rows of the training data whose losses count as 0, and whose items do not count.
+
+    Only it can leave rows out: under other strategies, processes do not compute whole micro-batches.
+    """
 
     left_out: frozenset[int] = frozenset()
 
@@ -63,16 +63,3 @@ class LeavingOut(DataParallel):
 
     def _concerns(self, batch: StepBatch) -> bool:
         return any(sample in self.left_out for micro_batch in batch.plan for sample in micro_batch.samples.tolist())
-
-
-def leaving_out(strategy: Strategy, accelerator: Accelerator, task: Task, progress: Progress) -> LeavingOut:
-    """Return what can leave samples out in the place of a strategy that is not prepared yet.
-
-    Raises:
-        ConfigError: the processes do not compute whole micro-batches.
-    """
-    if type(strategy) is not DataParallel:
-        raise ConfigError(
-            f"--without does not work under {type(strategy).__name__}. Replay on one process, without a launcher."
-        )
-    return LeavingOut(accelerator, task, progress)

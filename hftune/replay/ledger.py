@@ -57,13 +57,7 @@ def read_ledger(folder: str | Path) -> LedgerRecord:
         raise ConfigError(f"{path} does not say how a training started: no run has written it.")
     if others := {start.get("format") for start in record.starts} - {FORMAT}:
         raise ConfigError(f"{path} has format {others.pop()}, and this hftune reads format {FORMAT}: a different one wrote it.")
-    record.problems = [*_broken_links(texts, parsed), *_count_lines(record)]
-    return record
-
-
-def _count_lines(record: LedgerRecord) -> list[str]:
-    """Find the lines that count, and return a sentence for each resume from a checkpoint that was exchanged."""
-    problems = []
+    record.problems = [*_broken_links(texts, parsed)]
     start: Line = {}
     counting: list[tuple[Line, Line]] = []
     for line in record.lines:
@@ -74,7 +68,8 @@ def _count_lines(record: LedgerRecord) -> list[str]:
             if hashes := start.get("checkpoint"):
                 written = record.checkpoints.setdefault(after, hashes)  # its own line is missing if a kill came before it
                 if any(written[group] != hashes[group] for group in hashes.keys() & written.keys() - {"step"}):
-                    problems.append(f"Training resumed after step {after} from another checkpoint than was written there.")
+                    told = f"Training resumed after step {after} from another checkpoint than was written there."
+                    record.problems.append(told)
         elif "step" in line:
             counting.append((line, start))
         else:
@@ -82,7 +77,7 @@ def _count_lines(record: LedgerRecord) -> list[str]:
     record.taken = [line for line, _ in counting]
     record.steps = {line["step"]: line for line, _ in counting}
     record.starts_of = {line["step"]: start for line, start in counting}
-    return problems
+    return record
 
 
 def _broken_links(texts: Sequence[bytes], lines: Sequence[Mapping[str, Any] | None]) -> Iterator[str]:

@@ -24,9 +24,6 @@ class Curve:
     steps: array = field(default_factory=lambda: array("q"))
     values: array = field(default_factory=lambda: array("d"))
 
-    def __len__(self) -> int:
-        return len(self.steps)
-
     def finite(self) -> np.ndarray:
         """Return the values that are numbers."""
         values = np.asarray(self.values)
@@ -34,7 +31,7 @@ class Curve:
 
     def last(self) -> float | None:
         """Return the last value; None if it is not finite."""
-        return self.values[-1] if len(self) and np.isfinite(self.values[-1]) else None
+        return self.values[-1] if self.values and np.isfinite(self.values[-1]) else None
 
     def ordered(self) -> tuple[np.ndarray, np.ndarray]:
         """Return steps and values by ascending step; if a step was logged twice, its last value."""
@@ -135,22 +132,20 @@ def read_log(path: Path) -> Log:
                 curve.values.append(float("nan") if value is None else value)
             elif key.endswith(f"/{MATRIX}"):
                 candidates[key.removesuffix(f"/{MATRIX}")] = step, value
-            elif key.endswith(f"/{PER_CLASS}") and _is_per_class(value):
+            elif key.endswith(f"/{PER_CLASS}") and mapping(value) and all(map(mapping, value.values())):
                 log.classes[key.removesuffix(f"/{PER_CLASS}")] = step, value
-    log.matrices = {part: (step, value) for part, (step, value) in candidates.items() if _is_matrix(value)}
+    for part, (step, value) in candidates.items():
+        is_square = isinstance(value, list) and all(isinstance(row, list) and len(row) == len(value) for row in value)
+        if is_square and value and all(is_number(count) for row in value for count in row):
+            log.matrices[part] = step, value
     return log
 
 
-def _is_per_class(value: Any) -> bool:
-    return isinstance(value, dict) and bool(value) and all(isinstance(scores, dict) for scores in value.values())
+def mapping(value: Any) -> dict[str, Any]:
+    """Return a JSON object as it is, and anything else as an empty one: files may come from elsewhere."""
+    return value if isinstance(value, dict) else {}
 
 
 def is_number(value: Any) -> bool:
     """Return whether a value can be drawn as a point."""
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1000)
-
-
-def _is_matrix(value: Any) -> bool:
-    """Return whether a value is a square of numbers."""
-    is_square = isinstance(value, list) and all(isinstance(row, list) and len(row) == len(value) for row in value)
-    return is_square and len(value) > 0 and all(is_number(count) for row in value for count in row)

@@ -12,8 +12,8 @@ import numpy as np
 
 from hftune.replay.intervals import MIN_ROWS, Interval, first_of_interval, mcnemar, of_independent, of_steps
 from hftune.replay.ledger import LedgerRecord
-from hftune.replay.metrics_log import is_number
-from hftune.replay.run_record import RunRecord, mapping
+from hftune.replay.metrics_log import is_number, mapping
+from hftune.replay.run_record import RunRecord
 from hftune.tracking.jsonl import lines_of
 
 MAX_STRETCHES = 8

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from hftune.replay.metrics_log import Log, is_number, read_log
+from hftune.replay.metrics_log import Log, is_number, mapping, read_log
 from hftune.secrecy import without_secrets
 from hftune.tracking.jsonl import lines_of
 
@@ -96,17 +96,20 @@ class RunRecord:
 def read_run(folder: Path, name: str | None = None, result: Mapping[str, Any] | None = None) -> RunRecord:
     """Read what a page shows of a run; ``result``: of result.json, before it is written."""
     recipe_text = without_secrets(_read_text(folder / "recipe.yaml"))
-    result = _read_object(folder / "result.json") if result is None else dict(result)
-    best = mapping(result.get("best")) or _read_object(folder / "model" / "hftune.json")
+    try:
+        recipe = flat(yaml.load(recipe_text, LOADER))
+    except yaml.YAMLError:
+        recipe = {}
+    found = _read_object(folder / "result.json") if result is None else dict(result)
     return RunRecord(
         folder=folder,
         name=name or folder.resolve().name,
         recipe_text=recipe_text,
-        recipe=flat(_parse_yaml(recipe_text)),
+        recipe=recipe,
         facts=_read_object(folder / "run.json"),
-        result=result,
+        result=found,
         log=read_log(folder / "metrics.jsonl"),
-        best=best,
+        best=mapping(found.get("best")) or _read_object(folder / "model" / "hftune.json"),
         predictions=read_predictions(folder / "predictions.jsonl"),
         images=find_images(folder / "samples"),
     )
@@ -122,9 +125,43 @@ def run_names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def mapping(value: Any) -> dict[str, Any]:
-    """Return a JSON object as it is, and anything else as an empty one: files may come from elsewhere."""
-    return value if isinstance(value, dict) else {}
+def read_predictions(path: Path) -> Predictions:
+    """Find the first rows and those with the largest errors in predictions.jsonl, without holding the others in memory.
+
+    A row's error is what it says, or of a wrong class its probability.
+    """
+    found = Predictions()
+    worst: list[tuple[float, int, dict[str, Any]]] = []
+    for index, row in enumerate(lines_of(path)):
+        if index == MAX_ROWS:
+            found.is_whole = False
+            break
+        found.num_rows += 1
+        if index < FIRST_ROWS:
+            found.first.append(row)
+        is_wrong = "label" in row and "prediction" in row and row["label"] != row["prediction"]
+        error = row.get("error", row.get("probability") if is_wrong else None)
+        if is_number(error) and math.isfinite(error):
+            heapq.heappush(worst, (float(error), -index, row))  # of equal errors the earlier row; no two rows are ever compared
+            if len(worst) > WORST_ROWS:
+                heapq.heappop(worst)
+    found.worst = [row for _, _, row in sorted(worst, key=lambda entry: entry[:2], reverse=True)]
+    return found
+
+
+def find_images(folder: Path) -> list[Images]:
+    """Find the images of each evaluation: one each sample where there are such, otherwise all in one."""
+    found: dict[int, Images] = {}
+    for path in folder.glob("step_*") if folder.is_dir() else ():
+        number = path.name.removeprefix("step_").removesuffix(".png")
+        if not number.isdecimal():
+            continue
+        singles = sorted((file for file in path.glob("*.png") if file.stem.isdecimal()), key=lambda file: int(file.stem))
+        if singles:
+            found[int(number)] = Images(int(number), singles, is_grid=False)
+        elif path.suffix == ".png" and path.is_file():
+            found.setdefault(int(number), Images(int(number), [path], is_grid=True))
+    return [found[step] for step in sorted(found)]
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -147,48 +184,6 @@ def cut(text: str, length: int = MAX_TEXT_LENGTH) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
-def read_predictions(path: Path) -> Predictions:
-    """Find the first rows and those with the largest errors in predictions.jsonl, without holding the others in memory."""
-    found = Predictions()
-    worst: list[tuple[float, int, dict[str, Any]]] = []
-    for index, row in enumerate(lines_of(path)):
-        if index == MAX_ROWS:
-            found.is_whole = False
-            break
-        found.num_rows += 1
-        if index < FIRST_ROWS:
-            found.first.append(row)
-        if (error := error_of(row)) is not None:
-            heapq.heappush(worst, (error, -index, row))  # of equal errors the earlier row; no two rows are ever compared
-            if len(worst) > WORST_ROWS:
-                heapq.heappop(worst)
-    found.worst = [row for _, _, row in sorted(worst, key=lambda entry: entry[:2], reverse=True)]
-    return found
-
-
-def error_of(row: Mapping[str, Any]) -> float | None:
-    """Return how wrong a row is, the greater the worse; None if it does not say, or is right."""
-    is_wrong = "label" in row and "prediction" in row and row["label"] != row["prediction"]
-    error = row.get("error", row.get("probability") if is_wrong else None)
-    return float(error) if is_number(error) and math.isfinite(error) else None
-
-
-def find_images(folder: Path) -> list[Images]:
-    """Find the images of each evaluation: one each sample where there are such, otherwise all in one."""
-    found: dict[int, Images] = {}
-    for path in folder.glob("step_*") if folder.is_dir() else ():
-        number = path.name.removeprefix("step_").removesuffix(".png")
-        if not number.isdecimal():
-            continue
-        if path.is_dir():
-            singles = sorted((file for file in path.glob("*.png") if file.stem.isdecimal()), key=lambda file: int(file.stem))
-            if singles:
-                found[int(number)] = Images(int(number), singles, is_grid=False)
-        elif path.suffix == ".png":
-            found.setdefault(int(number), Images(int(number), [path], is_grid=True))
-    return [found[step] for step in sorted(found)]
-
-
 def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
@@ -198,11 +193,4 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         return mapping(json.loads(_read_text(path) or "{}"))
     except ValueError:
-        return {}
-
-
-def _parse_yaml(text: str) -> Any:
-    try:
-        return yaml.load(text, LOADER)
-    except yaml.YAMLError:
         return {}

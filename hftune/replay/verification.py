@@ -75,39 +75,22 @@ def segments_between(checkpoints: Iterable[int]) -> list[Segment]:
     return [Segment(start, end) for start, end in pairwise([0, *sorted(checkpoints)])]
 
 
-@dataclass(frozen=True)
-class Draw:
-    """Which segments are computed again."""
-
-    always: list[Segment]
-    """The first one, which pins the first weights, and the last one, which makes the model."""
-    drawn: list[Segment]
-    """At random among all others."""
-    left: list[Segment]
-    """The others of these."""
-
-    @property
-    def chosen(self) -> list[Segment]:
-        return sorted([*self.always, *self.drawn])
-
-    @property
-    def chance_to_miss_one(self) -> float:
-        """The probability that one forged segment, somewhere among those that were drawn from, would not have been drawn."""
-        return len(self.left) / (len(self.drawn) + len(self.left)) if self.left else 0.0
-
-
-def draw(segments: Sequence[Segment], count: int | None, seed: str) -> Draw:
+def draw(segments: Sequence[Segment], count: int | None, seed: str) -> tuple[list[Segment], list[Segment], list[Segment]]:
     """Draw the segments to compute again.
 
     Args:
         count: how many in all; at least the first and the last. None: all of them.
         seed: equal seeds draw equal segments.
+
+    Returns:
+        Those that are always computed, the first, which pins the first weights, and the last, which makes the model; those that
+        were drawn at random among all others; and those that are left.
     """
     always = sorted({segments[0], segments[-1]})
     middle = [segment for segment in segments if segment not in always]
     wanted = len(middle) if count is None else min(len(middle), max(0, count - len(always)))
     drawn = sorted(random.Random(seed).sample(middle, wanted))
-    return Draw(always, drawn, [segment for segment in middle if segment not in drawn])
+    return always, drawn, [segment for segment in middle if segment not in drawn]
 
 
 @dataclass(frozen=True)

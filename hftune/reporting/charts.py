@@ -119,8 +119,8 @@ def make_line(run_index: int, run: RunRecord, key: str, is_single: bool) -> Line
 def notes_on_curves(run: RunRecord) -> Iterator[str]:
     """Say which metrics were not finite somewhere."""
     for key, curve in run.log.curves.items():
-        if missing := len(curve) - len(curve.finite()):
-            yield f"{key} was not a finite number in {missing:,} of its {len(curve):,} points."
+        if missing := len(curve.values) - len(curve.finite()):
+            yield f"{key} was not a finite number in {missing:,} of its {len(curve.values):,} points."
 
 
 def chart_data(runs: Sequence[RunRecord], charts: Sequence[Chart]) -> dict[str, Any]:

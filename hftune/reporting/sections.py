@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hftune.metrics.records import place_of, record_of
-from hftune.replay.metrics_log import is_number
-from hftune.replay.run_record import Images, RunRecord, cut, flat, mapping
+from hftune.replay.metrics_log import is_number, mapping
+from hftune.replay.run_record import Images, RunRecord, cut, flat
 from hftune.reporting.blocks import (
     Block,
     Cell,
@@ -113,7 +113,7 @@ def curves_section(runs: Sequence[RunRecord]) -> Section | None:
     charts = make_charts(runs)
     if not charts:
         return section("Curves", text("Nothing has been logged yet.", "empty"))
-    limit, longest = point_limit(charts), max(len(line.curve) for chart in charts for line in chart.lines)
+    limit, longest = point_limit(charts), max(len(line.curve.steps) for chart in charts for line in chart.lines)
     note = "Drag to zoom, double-click to see everything again; arrow keys move the cursor of a chart that has the focus."
     if longest > limit:
         note += (

@@ -7,8 +7,8 @@ import pytest
 
 from hftune.replay.differences import first_use
 from hftune.replay.divergence import find_divergence
-from hftune.replay.ledger import LedgerRecord
 from hftune.replay.findings import divergence_sentences, kinds_sentences
+from hftune.replay.ledger import LedgerRecord
 from hftune.replay.tolerance import TOLERANCE
 
 NUM_ROWS, BATCH, NUM_STEPS = 40, 4, 30

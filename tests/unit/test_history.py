@@ -11,7 +11,7 @@ import pytest
 
 from hftune import Recipe, cli
 from hftune.commands.replay import job_of, reserved
-from hftune.replay.history import Change, History, held
+from hftune.replay.history import Change, History
 from hftune.tracking.ledger import Ledger
 from tests.support.events import step_taken
 
@@ -113,32 +113,20 @@ def test_step_at_which_a_run_stopped_is_the_last_that_can_be_asked_for(tmp_path,
     assert refused(capsys, history.folder, "--step", 8) == f"{history.folder} has no step 8: it has 1 to 6."
 
 
-def test_checkpoint_can_be_read_while_training_removes_it(tmp_path):
-    checkpoint(tmp_path / "out", 2)
-    path = tmp_path / "out" / "checkpoints" / "step_00000002"
-    with held(path) as copied:
-        shutil.rmtree(path)
-        assert json.loads((copied / "manifest.json").read_text())["files"]
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_checkpoint_without_hard_links_is_read_where_it_is(tmp_path, monkeypatch):
-    checkpoint(tmp_path / "out", 2)
-    path = tmp_path / "out" / "checkpoints" / "step_00000002"
-
-    def refuse(*words):
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr("os.link", refuse)
-    with held(path) as found:
-        assert found == path
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_checkpoint_that_is_removed_while_it_is_linked_is_passed_over(tmp_path, monkeypatch):
+def test_checkpoint_that_training_removes_while_it_is_read_is_passed_over_and_named(tmp_path, monkeypatch):
     history, skipped = History.open(recorded(tmp_path / "out")), []
     checkpoint(history.folder, 2)
-    monkeypatch.setattr("os.link", lambda *_: shutil.rmtree(history.folder / "checkpoints"))
+    read_text = Path.read_text
+
+    def read_and_remove(path, **options):
+        text = read_text(path, **options)
+        if len(calls := [*calls_of, path]) == 2:  # it is listed, and then read
+            shutil.rmtree(history.folder / "checkpoints")
+        calls_of[:] = calls
+        return text
+
+    calls_of = []
+    monkeypatch.setattr(Path, "read_text", read_and_remove)
     assert history.checkpoint_before(4, skipped) == (0, None)
     assert len(skipped) == 1 and "step_00000002" in skipped[0]
 

@@ -75,13 +75,11 @@ def test_frozen_weight_must_not_move_and_unknown_optimizers_have_no_limit():
     assert "SGD with weight decay" in why_unlimited(torch.optim.SGD([weight], weight_decay=0.1))
 
 
-def test_first_and_last_segment_are_always_drawn_and_the_odds_are_those_of_the_others():
+def test_first_and_last_segment_are_always_drawn_and_others_at_random():
     segments = segments_between(range(10, 210, 10))
     assert [str(segments[0]), str(segments[-1]), str(Segment(4, 5))] == ["1-10", "191-200", "5"]
-    drawn = draw(segments, 5, "a")
-    assert drawn.always == [segments[0], segments[-1]] and len(drawn.drawn) == 3 and len(drawn.left) == 15
-    assert drawn.chance_to_miss_one == pytest.approx(15 / 18)
-    assert draw(segments, 5, "a") == drawn and draw(segments, 5, "b") != drawn
-    assert draw(segments, None, "a").chosen == segments and draw(segments, None, "a").chance_to_miss_one == 0
-    alone = draw(segments_between([7]), 2, "a")
-    assert alone.chosen == [Segment(0, 7)] and alone.left == []
+    always, drawn, left = found = draw(segments, 5, "a")
+    assert always == [segments[0], segments[-1]] and len(drawn) == 3 and len(left) == 15
+    assert draw(segments, 5, "a") == found and draw(segments, 5, "b") != found
+    assert draw(segments, None, "a") == (always, segments[1:-1], [])
+    assert draw(segments_between([7]), 2, "a") == ([Segment(0, 7)], [], [])
