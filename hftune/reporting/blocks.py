@@ -62,16 +62,13 @@ def table(
         title: a heading above it.
         fold: what unfolds it.
     """
-    kinds = [column_kind([row[column] for row in rows]) for column in range(len(head))]
+    kinds = []
+    for values in zip(*rows, strict=True):
+        are_numbers = all(value is None or getattr(value, "form", "") == "figure" or is_number(value) for value in values)
+        is_long = any(isinstance(value, str) and len(value) > SHORT_TEXT for value in values)
+        kinds.append("number" if are_numbers else "long" if is_long else "")
     found = {"kind": "table", "head": head, "rows": rows, "kinds": kinds, "class_": class_, "title": title, "fold": fold}
     return found if rows else None
-
-
-def column_kind(values: Sequence[Any]) -> str:
-    """Return the class of a column: "number", "long" if it has a long text, or none."""
-    if values and all(value is None or getattr(value, "form", "") == "figure" or is_number(value) for value in values):
-        return "number"
-    return "long" if any(isinstance(value, str) and len(value) > SHORT_TEXT for value in values) else ""
 
 
 def facts(title: str, values: Mapping[str, Any]) -> Block | None:

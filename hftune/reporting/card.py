@@ -55,6 +55,8 @@ class CardFacts:
     """run.json; empty in folders of older versions."""
     evaluation: dict[str, float]
     """Metrics of the best model, numbers only."""
+    test: dict[str, float]
+    """The same of the test."""
     num_evaluations: int
     """From which the best one was chosen; 0 if it is not known."""
     epochs: float | None
@@ -63,12 +65,6 @@ class CardFacts:
     """config.json of the model, if it has one."""
     base: dict[str, Any]
     """base.json of a model that is adapters: the model that they belong to."""
-    needs_trust: bool
-    """Whether the recipe names code that is not hftune's."""
-
-    @property
-    def is_finished(self) -> bool:
-        return "steps" in self.result
 
     @property
     def commits(self) -> dict[str, str]:
@@ -92,32 +88,28 @@ def read_facts(folder: Path, recipe: Recipe, result: Mapping[str, Any] | None = 
     best = {name: value for name, value in read_about(folder / "model").items() if name in ("step", "metric", "value")}
     known = {"best": best, "commits": run.get("commits", {}), "versions": run.get("versions", {})}
     found = {**known, **(result or read_json(folder / RESULT))}
-    lines = read_lines(folder / METRICS)
+    best, lines = found["best"], read_lines(folder / METRICS)
+    evaluation = chosen = {best["metric"]: best["value"]} if "metric" in best else {}
+    for line in lines:
+        if line.get("step") == best.get("step") and "eval/loss" in line:
+            evaluation = {name.removeprefix("eval/"): value for name, value in line.items() if "eval/" in name} | chosen
     return CardFacts(
         recipe,
         recipe.to_dict(),
         found,
         run,
-        evaluation=evaluation_of(found["best"], lines),
+        numbers(evaluation),
+        numbers(found.get("test", {})),
         num_evaluations=sum("eval/loss" in line for line in lines),
         epochs=lines[-1].get("epoch") if lines else None,
         model_config=read_json(model / "config.json") or read_json(model / "model_config" / "config.json"),
         base=read_json(model / "base.json"),
-        needs_trust=recipe.needs_trust(),
     )
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file; empty if there is none."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-def evaluation_of(best: Mapping[str, Any], lines: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the metrics that were logged for the best model; at least the one that chose it."""
-    logged = [line for line in lines if line.get("step") == best.get("step") and "eval/loss" in line]
-    named = {name.removeprefix("eval/"): value for line in logged[-1:] for name, value in line.items() if "eval/" in name}
-    chosen = {best["metric"]: best["value"]} if "metric" in best else {}
-    return numbers({**named, **chosen})
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -153,90 +145,78 @@ def template() -> Template:
         loader=PackageLoader("hftune.reporting"), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     quoted = functools.partial(json.dumps, ensure_ascii=False)  # a Python literal in double quotes
-    words = {"code": code, "link": link, "quoted": quoted, "short": short, "count": "{:,}".format, "duration": duration}
-    found.filters |= words
+    found.filters |= {"code": code, "quoted": quoted, "short": short, "count": "{:,}".format, "duration": duration}
+    found.filters["link"] = lambda name, kind="": f"[{name}](https://huggingface.co/{kind}{name})"
     return found.get_template("card.md")
 
 
 def context(facts: CardFacts, repository: str | None) -> dict[str, Any]:
     """Return what the template is filled in with."""
-    run, result, task, values = facts.run, facts.result, facts.recipe.task, facts.values
-    test = numbers(result.get("test", {}))
-    pipeline = task.transformers_pipeline()
-    tag = pipeline_tag(facts)
+    run, result, task, values, config = facts.run, facts.result, facts.recipe.task, facts.values, facts.model_config
+    pipeline, tag = task.transformers_pipeline(), pipeline_tag(facts)
     predicts = type(task).predict is not Task.predict
     pins = [f"{key}_revision={commit}" for key, commit in facts.commits.items() if not facts.task.get(f"{key[5:]}_revision")]
     recipe = RECIPE if repository else f"{values['output_dir']}/{RECIPE}"
+    names = config.get("id2label", {})
     return {
-        "values": values,
+        **vars(facts),
         "train": values["train"],
-        "run": run,
-        "result": result,
-        "is_finished": facts.is_finished,
+        "is_finished": "steps" in result,
         "metadata": metadata(facts),
         "purpose": purpose(task)[1],
         "task": facts.task,
         "hub": {name: from_hub(facts, name) for name in ("model", "dataset", "tokenizer")},
         "commits": facts.commits,
         "local_data": local_data(facts),
-        "scores": {"evaluation": facts.evaluation, **({"test": test} if test else {})},
-        "names": [*dict.fromkeys([*facts.evaluation, *test])],
+        "scores": {"evaluation": facts.evaluation, **({"test": facts.test} if facts.test else {})},
+        "names": [*dict.fromkeys([*facts.evaluation, *facts.test])],
         "best": result["best"],
         "num_steps": result.get("steps") or run.get("num_steps"),
-        "num_evaluations": facts.num_evaluations,
-        "epochs": facts.epochs,
         "repository": repository,
         "model": repository or f"{values['output_dir']}/model",
         "adapters": facts.base if is_of_transformers(facts) else {},
-        "architecture": next(iter(facts.model_config.get("architectures") or []), None),
+        "architecture": next(iter(config.get("architectures") or []), None),
         "pipeline": pipeline,
         "settings": "".join(f", {name}={value!r}" for name, value in (pipeline or {}).items() if name != "task"),
         "inputs": INPUTS.get(tag or "", '["A text."]' if tag else "inputs") if predicts else None,
-        "needs_trust": facts.needs_trust,
-        "labels": labels(facts),
+        "needs_trust": facts.recipe.needs_trust(),
+        "labels": run.get("labels") or [names[key] for key in sorted(names, key=int)] or config.get("label_names") or [],
         "command": shlex.join(["hftune", "train", f"recipe={recipe}", "output_dir=outputs/again", *pins]),
     }
 
 
 def metadata(facts: CardFacts) -> str:
-    """Return the YAML by which the Hub sorts and finds models."""
-    from huggingface_hub import ModelCardData
+    """Return the YAML by which the Hub sorts and finds models; with the metrics, if the Hub has a name for the task."""
+    from huggingface_hub import EvalResult, ModelCardData
 
-    dataset, scores = from_hub(facts, "dataset"), eval_results(facts)
-    data = ModelCardData(
-        model_name=facts.values["recipe"] if scores else None,  # it belongs to them
-        base_model=from_hub(facts, "model"),
-        datasets=[dataset] if dataset else None,
-        library_name=library(facts),
-        pipeline_tag=pipeline_tag(facts),
-        tags=["hftune"],
-        eval_results=scores or None,
-    )
-    return data.to_yaml()
-
-
-def eval_results(facts: CardFacts) -> list[Any]:
-    """Return the metrics of the best model as the Hub's model index has them; none for a task that the Hub has no name for."""
-    from huggingface_hub import EvalResult
-
-    tag, dataset = pipeline_tag(facts), from_hub(facts, "dataset")
-    if tag is None:
-        return []
-    return [
+    tag, dataset, task = pipeline_tag(facts), from_hub(facts, "dataset"), facts.task
+    scores = [
         EvalResult(
             task_type=tag,
             dataset_type=dataset or "custom",
             dataset_name=dataset or local_data(facts) or "own data",
-            dataset_config=facts.task.get("dataset_config") if dataset else None,
-            dataset_split=facts.task.get(f"{split}_split", split) if dataset else split,
+            dataset_config=task.get("dataset_config") if dataset else None,
+            dataset_split=task.get(f"{split}_split", split) if dataset else split,
             dataset_revision=facts.commits.get("task.dataset") if dataset else None,
             metric_type=name,
             metric_value=float(f"{value:.6g}"),
             metric_name=name,
         )
-        for split, metrics in (("eval", facts.evaluation), ("test", numbers(facts.result.get("test", {}))))
+        for split, metrics in (("eval", facts.evaluation), ("test", facts.test))
         for name, value in metrics.items()
+        if tag is not None
     ]
+    library = "transformers" if is_of_transformers(facts) else None
+    data = ModelCardData(
+        model_name=facts.values["recipe"] if scores else None,  # it belongs to them
+        base_model=from_hub(facts, "model"),
+        datasets=[dataset] if dataset else None,
+        library_name="sentence-transformers" if tag == "sentence-similarity" else "peft" if facts.base else library,
+        pipeline_tag=tag,
+        tags=["hftune"],
+        eval_results=scores or None,
+    )
+    return data.to_yaml()
 
 
 def purpose(task: Task) -> tuple[str | None, str]:
@@ -249,15 +229,6 @@ def pipeline_tag(facts: CardFacts) -> str | None:
     """Return the Hub's name of the task; None for a task of the user's own."""
     options = facts.recipe.task.transformers_pipeline()
     return options["task"] if options else purpose(facts.recipe.task)[0]
-
-
-def library(facts: CardFacts) -> str | None:
-    """Return the Hub's name of the library that loads the model without hftune, if there is one."""
-    if pipeline_tag(facts) == "sentence-similarity":
-        return "sentence-transformers"
-    if facts.base:
-        return "peft"
-    return "transformers" if is_of_transformers(facts) else None
 
 
 def is_of_transformers(facts: CardFacts) -> bool:
@@ -292,18 +263,6 @@ def local_data(facts: CardFacts) -> str | None:
     return dataset if ":" in dataset and not facts.task.get("data_files") else "own files"
 
 
-def labels(facts: CardFacts) -> list[str]:
-    """Return the names of the classes, if there are any."""
-    config = facts.model_config
-    named = [config["id2label"][key] for key in sorted(config["id2label"], key=int)] if "id2label" in config else None
-    return facts.run.get("labels") or named or config.get("label_names") or []
-
-
 def code(text: Any) -> str:
     """Format a text as code that can stand in a table."""
     return f"`{' '.join(str(text).replace('`', chr(39)).split())}`".replace("|", "\\|")
-
-
-def link(name: str, kind: str = "") -> str:
-    """Return a link to a repository on the Hub."""
-    return f"[{name}](https://huggingface.co/{kind}{name})"

@@ -85,7 +85,8 @@ def loss_difference(a: RunRecord, b: RunRecord) -> Chart | None:
 def sorted_keys(runs: Sequence[RunRecord]) -> list[str]:
     """Return the keys of all curves worth a chart, by group; within a group in the order in which the runs log them."""
     keys = dict.fromkeys(key for run in runs for key in run.log.curves if not key.startswith("test/"))
-    if all(repeats_loss(run) for run in runs):
+    losses = [[run.log.curves.get(key) for key in ("train/loss", "train/loss_step")] for run in runs]
+    if all(single in (None, loss) for loss, single in losses):  # every step is logged: both are the same curve
         keys.pop("train/loss_step", None)
     picked = {f"eval/{point[0]}" for run in runs if (point := run.best_point())}
     groups = [*GROUPS]
@@ -96,12 +97,6 @@ def group_of(key: str) -> str:
     """Return the key in GROUPS for a metric."""
     first = key.partition("/")[0]
     return "perf/*" if chart_key(key).startswith("perf/*") else first if first in GROUPS else ""
-
-
-def repeats_loss(run: RunRecord) -> bool:
-    """Say whether the loss of single steps is the same curve as the loss, as it is if every step is logged."""
-    loss, single = run.log.curves.get("train/loss"), run.log.curves.get("train/loss_step")
-    return single is None or (loss is not None and loss.steps == single.steps and loss.values == single.values)
 
 
 def make_line(run_index: int, run: RunRecord, key: str, is_single: bool) -> Line:

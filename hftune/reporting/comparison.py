@@ -28,6 +28,11 @@ def comparison_sections(runs: Sequence[RunRecord], are_selected: bool = False) -
         or flat({"versions": run.result.get("versions"), "processes": run.result.get("world_size")})
         for run in runs
     ]
+    matrices = [
+        confusion(run.log.matrices["eval"][1], run.class_names) | {"index": index, "name": run.name}
+        for index, run in enumerate(runs)
+        if "eval" in run.log.matrices
+    ]
     names = "A is {}, B is {}." if len(runs) == 2 else "Each run beside the first, {}. hftune compare shows two runs in full."
     return [
         comparison_section(runs),
@@ -36,7 +41,7 @@ def comparison_sections(runs: Sequence[RunRecord], are_selected: bool = False) -
         curves_section(runs),
         differences_section("Differences of the recipes", runs, recipes, "The recipes are the same."),
         differences_section("Other differences", runs, facts),
-        matrices_section(runs),
+        section("Confusion matrices", {"kind": "cards", "cards": matrices} if matrices else None),
         side_by_side_section(runs),
         *(notices(run, f"Notices of {run.name}") for run in runs),
     ]
@@ -92,27 +97,13 @@ def differences_section(
     """Return a table of the keys whose values differ."""
     rows = []
     for key in dict.fromkeys(key for one in values for key in one):
-        found = [scalar(one[key]) if key in one else None for one in values]
+        found = [(cut(plain(one[key]), 200) or '""') if key in one else None for one in values]
         if len({*found}) > 1:
             rows.append([code(key), *(Cell("absent", "") if value is None else code(value) for value in found)])
     if not rows:
         return section(title, text(same, "empty")) if same and any(values) else None
     class_ = "differences" if len(runs) == 2 else "differences rows"  # more columns do not fit on a phone
     return section(title, table(["key", *(run.name for run in runs)], rows, class_=class_))
-
-
-def scalar(value: Any) -> str:
-    """Return a value as a recipe has it."""
-    return cut(plain(value), 200) if value != "" else '""'
-
-
-def matrices_section(runs: Sequence[RunRecord]) -> Section | None:
-    cards = [
-        confusion(run.log.matrices["eval"][1], run.class_names) | {"index": index, "name": run.name}
-        for index, run in enumerate(runs)
-        if "eval" in run.log.matrices
-    ]
-    return section("Confusion matrices", {"kind": "cards", "cards": cards} if cards else None)
 
 
 def side_by_side_section(runs: Sequence[RunRecord]) -> Section | None:

@@ -39,9 +39,13 @@ IMAGE_BYTES = 40_000
 """PNG files up to this size are embedded as they are; greater ones as JPEG."""
 EARLIER_EVALUATIONS = 4
 """Evaluations before the last whose images are shown, too: spread from the first on."""
+PARTS = {"eval": "evaluation", "test": "test"}
+"""Of what a matrix or the scores of classes may be; the first that a run has is shown."""
 
 
 def sections_of(run: RunRecord) -> list[Section | None]:
+    lines = len(run.recipe_text.splitlines())
+    recipe = {"kind": "source", "text": run.recipe_text, "fold": f"recipe.yaml, {lines} lines"} if lines else None
     return [
         notices(run),
         curves_section([run]),
@@ -52,7 +56,7 @@ def sections_of(run: RunRecord) -> list[Section | None]:
         images_section(run),
         speed_section(run),
         setup_section(run),
-        recipe_section(run),
+        section("Recipe", recipe),
     ]
 
 
@@ -72,14 +76,11 @@ def key_facts(run: RunRecord) -> list[tuple[str, str, str]]:
         found.append(("Time", duration(seconds), "with evaluations"))
     if (speed := run.log.curves.get("perf/samples_per_s")) and speed.finite().size:
         found.append(("Samples/s", number(float(speed.finite().mean())), "mean while training"))
-    processes = run.facts.get("processes") or run.result.get("world_size")
-    if processes:
-        nodes = run.facts.get("nodes")
-        device = run.facts.get("device")
-        remark = ", ".join(
-            filter(None, [device and f"on {device}", f"{nodes} nodes" if isinstance(nodes, int) and nodes > 1 else ""])
-        )
-        found.append(("Processes", str(processes), remark))
+    if processes := run.facts.get("processes") or run.result.get("world_size"):
+        device, nodes = run.facts.get("device"), run.facts.get("nodes")
+        remarks = [f"on {device}"] if device else []
+        remarks += [f"{nodes} nodes"] if isinstance(nodes, int) and nodes > 1 else []
+        found.append(("Processes", str(processes), ", ".join(remarks)))
     if is_number(count := run.facts.get("parameters")):
         trainable = run.facts.get("trainable_parameters")
         is_partial = is_number(trainable) and trainable != count
@@ -153,7 +154,7 @@ def results_section(run: RunRecord) -> Section | None:
 
 def confusion_section(run: RunRecord) -> Section | None:
     """Return the last matrix of the evaluation; that of the test, if there is none."""
-    for part, name in (("eval", "evaluation"), ("test", "test")):
+    for part, name in PARTS.items():
         if part in run.log.matrices:
             step, matrix = run.log.matrices[part]
             note = f"From the {name} after step {step:,}. Rows are true classes, columns are predictions."
@@ -163,19 +164,16 @@ def confusion_section(run: RunRecord) -> Section | None:
 
 def labels_section(run: RunRecord) -> Section | None:
     """Return the scores of each label of texts that can have several; a confusion matrix shows those of classes."""
-    for part, name in (("eval", "evaluation"), ("test", "test")):
+    for part, name in PARTS.items():
         if part in run.log.classes and part not in run.log.matrices:
             step, scores = run.log.classes[part]
             columns = list(dict.fromkeys(column for row in scores.values() for column in row))
-            rows = [
-                [label, *(quantity(value, "") if is_number(value := row.get(column)) else None for column in columns)]
-                for label, row in scores.items()
-            ]
-            return section(
-                "Labels",
-                table(["label", *(record_of(f"eval/{column}").title for column in columns)], rows),
-                note=f"From the {name} after step {step:,}. Support: the samples that have a label.",
-            )
+            head = ["label", *(record_of(f"eval/{column}").title for column in columns)]
+            values = ([row.get(column) for column in columns] for row in scores.values())
+            cells = ([quantity(value, "") if is_number(value) else None for value in row] for row in values)
+            rows = [[label, *row] for label, row in zip(scores, cells, strict=True)]
+            note = f"From the {name} after step {step:,}. Support: the samples that have a label."
+            return section("Labels", table(head, rows), note=note)
     return None
 
 
@@ -223,14 +221,18 @@ def images_section(run: RunRecord) -> Section | None:
 
 
 def gallery(run: RunRecord, images: Images, count: int) -> Block:
-    """Return the first images of an evaluation with captions."""
+    """Return the first images of an evaluation, with a few fields of their rows of the predictions, but no counts."""
     found = []
+    rows = run.predictions.first if images is run.images[-1] and not images.is_grid else []  # of the same evaluation
     for index, path in enumerate(images.paths[:count]):
         if (embedded := image_uri(path)) is not None:
             uri, (width, height) = embedded
             what = f"All samples of step {images.step:,}" if images.is_grid else f"Sample {path.stem}"
             shown = min(max(SMALL_IMAGE, 4 * width), LARGE_IMAGE)  # pixels on the page: small images are enlarged
-            own = {"what": what, "facts": image_facts(run, images, index), "shown": shown}
+            row = rows[index] if index < len(rows) else {}
+            fields = [(name.replace("_", " "), value) for name, value in row.items() if isinstance(value, float | str)][:6]
+            words = [f"{name} {cut(value, 60) if isinstance(value, str) else number(value)}" for name, value in fields]
+            own = {"what": what, "facts": ", ".join(words), "shown": shown}
             found.append({"uri": uri, "width": width, "height": height, **own})
     left = len(images.paths) - count
     more = f"{left:,} more in {images.paths[0].parent}." if left > 0 else ""
@@ -254,17 +256,6 @@ def image_uri(path: Path) -> tuple[str, tuple[int, int]] | None:
     except (OSError, ValueError, Image.DecompressionBombError):  # removed, or being written
         return None
     return data_uri("jpeg", buffer.getvalue()), size
-
-
-def image_facts(run: RunRecord, images: Images, index: int) -> str:
-    """Return a few fields of the image's row of the predictions, counts left out, if they are of the same evaluation."""
-    if images.is_grid or images is not run.images[-1] or index >= len(run.predictions.first):
-        return ""
-    row = run.predictions.first[index]
-    fields = [(name, value) for name, value in row.items() if isinstance(value, float | str)]
-    return ", ".join(
-        f"{name.replace('_', ' ')} {cut(value, 60) if isinstance(value, str) else number(value)}" for name, value in fields[:6]
-    )
 
 
 def speed_section(run: RunRecord) -> Section | None:
@@ -321,18 +312,8 @@ def setup_section(run: RunRecord) -> Section | None:
     return section(
         "Setup",
         facts("", chosen),
-        source(str(known["command"])) | {"title": "Command"} if known.get("command") else None,
+        {"kind": "source", "text": str(known["command"]), "title": "Command"} if known.get("command") else None,
         table(["split", "samples", "digest"], data, title="Data"),
         facts("Commits", {name: code(value) for name, value in flat(commits).items()}),
         facts("Versions", flat(versions)),
     )
-
-
-def source(value: str) -> Block:
-    """Return a text as it stands, with a button that copies it."""
-    return {"kind": "source", "text": value}
-
-
-def recipe_section(run: RunRecord) -> Section | None:
-    lines = len(run.recipe_text.splitlines())
-    return section("Recipe", source(run.recipe_text) | {"fold": f"recipe.yaml, {lines} lines"}) if lines else None

@@ -100,9 +100,11 @@ def module_imports():
     paths = {name.removesuffix("__init__").removesuffix("."): path for name, path in paths.items()}
 
     def found(path):
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        for node in tree.body:
             if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
                 node.body = []
+        for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "hftune":
                 module = node.module.removeprefix("hftune").removeprefix(".")
                 for alias in node.names:
