@@ -154,8 +154,8 @@ def divergence_sentences(divergence: Divergence) -> str:
         until = f"up to step {divergence.last_equal:,}" if divergence.last_equal else ""
     agreement = f"Equal to the bit {until}. "
     if divergence.rounding_step is not None:
-        size = f"{small(divergence.rounding)} at most, from step {divergence.rounding_step:,} on"
-        agreement = f"No difference above rounding {until} ({size}). "
+        most = f"{small(divergence.rounding)} at most, from step {divergence.rounding_step:,} on"
+        agreement = f"No difference above rounding {until} ({most}). "
     if divergence.step is None:
         return f"{agreement}The runs do not diverge."
     values = divergence.values
