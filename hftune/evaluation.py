@@ -14,7 +14,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 
 from hftune.batch_plan import BatchPlan, MicroBatch
 from hftune.config import EvalConfig
-from hftune.distributed.pulse import marked_while_moving
+from hftune.distributed.progress import marked_while_moving
 from hftune.errors import DataError, TrainingError, format_value, is_number
 from hftune.metrics.named import compute, load_metrics
 from hftune.strategies.absent_model import ModelNeeded

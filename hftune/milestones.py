@@ -16,7 +16,7 @@ from hftune.checkpoints.checkpointer import Checkpointer, path_of
 from hftune.checkpoints.export import export
 from hftune.checkpoints.train_state import Provenance, TrainState
 from hftune.config import Recipe
-from hftune.distributed.pulse import marked_while_moving
+from hftune.distributed.progress import marked_while_moving
 from hftune.distributed.signals import StopRequest
 from hftune.errors import Interrupted
 from hftune.evaluation import Evaluation, evaluate, score_of

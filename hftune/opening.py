@@ -125,7 +125,7 @@ def connect(run: Run, session: Session) -> None:
         run.callbacks.tell("on_failure", Failure(reason=report.sentence, is_interruption=report.is_interruption))
 
     run.checkpointer.on_written = checkpoint_written
-    session.at_failure(failed)
+    session.closers.append(failed)
     if run.strategy.is_main:
         session.at_end(run.checkpointer.wait)  # before the folder is released
 

@@ -44,8 +44,7 @@ def start_accelerator(train: TrainConfig) -> Accelerator:
         ConfigError: the number of processes that joined is not what the launcher announced, or FSDP is not available.
     """
     AcceleratorState._reset_state(reset_partial_state=True)  # a notebook may train twice, with a different precision
-    set_float32(train)
-    set_deterministic(train)
+    set_numerics(train)
     process = ProcessInfo.from_environment()
     expected = process.world_size
     is_elastic = process.round is not None and process.agent_has_store and on_cpu()
@@ -87,18 +86,14 @@ def start_accelerator(train: TrainConfig) -> Accelerator:
     return accelerator
 
 
-def set_float32(config: TrainConfig) -> None:
-    """Set how GPUs compute float32 and convolutions; what is false is turned off, whatever torch's default is."""
+def set_numerics(config: TrainConfig) -> None:
+    """Set how GPUs compute, before CUDA starts; what the recipe has as false is turned off, whatever torch's default is.
+
+    For ``deterministic``, attention needs nothing else: torch's flash and memory-efficient kernels have deterministic backward
+    passes, which this selects, and cuDNN's attention is then not used (torch 2.13).
+    """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
     torch.backends.cudnn.benchmark = config.cudnn_benchmark
-
-
-def set_deterministic(config: TrainConfig) -> None:
-    """Restrict GPUs to algorithms that give the same bits each time, if the recipe says so; call it before CUDA starts.
-
-    Attention needs nothing else: torch's flash and memory-efficient kernels have deterministic backward passes, which this
-    selects, and cuDNN's attention is then not used (torch 2.13).
-    """
     torch.use_deterministic_algorithms(config.deterministic)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its first handle is made

@@ -27,6 +27,7 @@ class Collectives:
         self.process_index, self.num_processes = accelerator.process_index, accelerator.num_processes
         self.device = accelerator.device
         self._host_group: Any = None
+        """Of all processes, from CPU to CPU; None is the default group."""
         self._has_host_group = False  # created when it is first needed
 
     @property
@@ -56,13 +57,24 @@ class Collectives:
 
         Args:
             rows: of this process; picklable, as many as it has.
-            at_once: rows of each process in one message. Messages travel from CPU to CPU.
+            at_once: rows of each process in one message, so that memory stays bounded. Messages travel from CPU to CPU.
         """
         if self.num_processes == 1:
             return rows
-        if not self._has_host_group:
-            self._host_group, self._has_host_group = host_group(), True
-        return gather_in_slices(rows, self._host_group, at_once, self.progress)
+        if not self._has_host_group:  # NCCL would pickle the objects of all processes into the main one's GPU memory at once
+            if torch.distributed.get_backend() != "gloo":
+                self._host_group = torch.distributed.new_group(backend="gloo", timeout=timedelta(hours=1))
+            self._has_host_group = True
+        counts: list[Any] = [None] * self.num_processes
+        torch.distributed.all_gather_object(counts, len(rows), group=self._host_group)
+        gathered: list[list] = [[] for _ in counts]
+        for start in range(0, max(counts), at_once):
+            slices: list[Any] | None = [None] * self.num_processes if self.is_main else None
+            torch.distributed.gather_object(rows[start : start + at_once], slices, group=self._host_group)
+            for all_rows, some_rows in zip(gathered, slices or (), strict=False):
+                all_rows.extend(some_rows)
+            self.progress.tick()
+        return [row for all_rows in gathered for row in all_rows] if self.is_main else None
 
     def on_main(self, function: Callable[[], Any]) -> Any:
         """Run ``function`` on the main process and return its value on all. If it fails, all processes fail at once.
@@ -82,33 +94,3 @@ class Collectives:
         if failure is not None:
             raise ElsewhereError(f"The main process failed: {failure}")
         return value
-
-
-def host_group() -> Any:
-    """Return a group of all processes that communicates from CPU to CPU. Collective.
-
-    None, the default group, if that already does. NCCL would pickle the objects of all processes into the main one's GPU
-    memory at once.
-    """
-    if torch.distributed.get_backend() == "gloo":
-        return None
-    return torch.distributed.new_group(backend="gloo", timeout=timedelta(hours=1))
-
-
-def gather_in_slices(rows: list, group: Any, at_once: int, progress: Progress) -> list | None:
-    """Return all processes' rows, in process order, on process 0; None elsewhere. Collective.
-
-    Args:
-        at_once: rows of each process in one message, so that the memory in use stays bounded.
-    """
-    rank, num_processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    counts: list[Any] = [None] * num_processes
-    torch.distributed.all_gather_object(counts, len(rows), group=group)
-    gathered: list[list] = [[] for _ in range(num_processes)]
-    for start in range(0, max(counts), at_once):
-        slices: list[Any] | None = [None] * num_processes if rank == 0 else None
-        torch.distributed.gather_object(rows[start : start + at_once], slices, group=group)
-        for all_rows, some_rows in zip(gathered, slices or (), strict=False):
-            all_rows.extend(some_rows)
-        progress.tick()
-    return [row for all_rows in gathered for row in all_rows] if rank == 0 else None

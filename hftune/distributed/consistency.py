@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from hftune.config.own_code import hashes_of
@@ -43,7 +42,7 @@ def fingerprint(recipe: Recipe | None) -> dict[str, Any]:
         "packages": dict(packages()),
     }
     if recipe is not None:
-        result["code"] |= code_of(recipe.task) | named_code(recipe)
+        result["code"] |= users_code(recipe)
         plain = json.loads(json.dumps(recipe.to_dict(), default=str))  # as the early comparison sends it
         result["recipe"] = flat(plain) | recipe.environment_digests()
     return result
@@ -52,18 +51,17 @@ def fingerprint(recipe: Recipe | None) -> dict[str, Any]:
 @cache
 def code() -> Mapping[str, str]:
     """Hash each file of hftune."""
-    return {f"hftune/{path.relative_to(PACKAGE).as_posix()}": _hash(path) for path in sorted(PACKAGE.rglob("*.py"))}
+    return {
+        f"hftune/{path.relative_to(PACKAGE).as_posix()}": sha256(path.read_bytes()).hexdigest()[:16]
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
 
 
-def named_code(recipe: Recipe) -> dict[str, str]:
-    """Hash the user's code of the optimizer and the schedule, which every process computes with."""
+def users_code(recipe: Recipe) -> dict[str, str]:
+    """Hash the user's code that every process computes with: of the task, the optimizer and the schedule."""
     named = code_of_sections(recipe.train, recipe.eval, recipe.track)
-    return hashes_of(name.rpartition(".")[0] for key, name in named if key in ("train.optimizer", "train.schedule"))
-
-
-def code_of(task: Task) -> dict[str, str]:
-    """Hash the user's code of a task."""
-    return hashes_of(kind.__module__ for kind in type(task).__mro__)
+    modules = [name.rpartition(".")[0] for key, name in named if key in ("train.optimizer", "train.schedule")]
+    return hashes_of([*(kind.__module__ for kind in type(recipe.task).__mro__), *modules])
 
 
 @cache
@@ -85,7 +83,12 @@ def differences(own: Mapping[str, Any], main: Mapping[str, Any]) -> dict[str, st
         mine, theirs = own.get(kind, {}), main.get(kind, {})
         names = [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]
         if names:
-            shown = [_describe(kind, name, mine, theirs) for name in names[:SHOWN]]
+            shown = [
+                f"{name}{'' if name in mine and name in theirs else ' (extra)' if name in mine else ' (missing)'}"
+                if kind in ("code", "data")
+                else f"{name} {_format(mine, name)} instead of {_format(theirs, name)}"
+                for name in names[:SHOWN]
+            ]
             rest = [f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
             result[kind] = f"{_NAMES[kind]}: {', '.join([*shown, *rest])}"
     return result
@@ -98,6 +101,7 @@ _NAMES = {
     "data": "different data",
     "commits": "different commits",
 }
+"""What of a process may differ."""
 _REMEDIES = {
     "code": "Install the same version of hftune on all machines, and use the same task file.",
     "packages": "Install the same versions on all machines.",
@@ -105,12 +109,6 @@ _REMEDIES = {
     "data": "Use the same files on all machines, or the same revision of the data set on the Hub.",
     "commits": "The repository has just changed on the Hub: pin it with task.model_revision or task.dataset_revision.",
 }
-
-
-def _describe(kind: str, name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    if kind in ("code", "data"):
-        return name if name in mine and name in theirs else f"{name} ({'extra' if name in mine else 'missing'})"
-    return f"{name} {_format(mine, name)} instead of {_format(theirs, name)}"
 
 
 def _format(values: Mapping[str, Any], name: str) -> str:
@@ -155,22 +153,21 @@ def check_same(collectives: Any, own: Mapping[str, Any]) -> None:
 
 
 def data_digests(task: Task, datasets: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digest of each split, such as ``{"train data": "all:..."}``."""
-    return {f"{split} data": data_digest(task, datasets[split]) for split in SPLITS if split in datasets}
+    """Return the digest of each split, such as ``{"train data": "all:..."}``.
 
-
-def data_digest(task: Task, dataset: Any) -> str:
-    """Hash all that the data set holds, the samples' lengths, and eight samples spread over it as the model would see them."""
-    digest, count = sha256(content_digest(dataset).encode()), len(dataset)
-    if (lengths := task.lengths(dataset)) is not None:
-        digest.update(lengths.tobytes())
-    batch = task.collate([dataset[index] for index in sorted({index * (count - 1) // 7 for index in range(8)})])
-    digest.update(
-        pickle.dumps(
-            {name: _plain(value) if hasattr(value, "tolist") else repr(_plain(value)) for name, value in batch.items()}
-        )
-    )
-    return f"all:{digest.hexdigest()}"
+    It is of all that the data set holds, the samples' lengths, and eight samples spread over it as the model would see them.
+    """
+    digests = {}
+    for split in filter(datasets.__contains__, SPLITS):
+        dataset, count = datasets[split], len(datasets[split])
+        digest = sha256(content_digest(dataset).encode())
+        if (lengths := task.lengths(dataset)) is not None:
+            digest.update(lengths.tobytes())
+        batch = task.collate([dataset[index] for index in sorted({index * (count - 1) // 7 for index in range(8)})])
+        values = {name: _plain(value) if hasattr(value, "tolist") else repr(_plain(value)) for name, value in batch.items()}
+        digest.update(pickle.dumps(values))
+        digests[f"{split} data"] = f"all:{digest.hexdigest()}"
+    return digests
 
 
 def _plain(value: Any) -> Any:
@@ -208,7 +205,3 @@ def check_early(store: Any | None, rank: int, own: Mapping[str, Any]) -> None:
         time.sleep(EARLY_S / 100)
     if message := disagreement([rank], own, json.loads(store.get("facts"))):
         raise ConfigError(message)
-
-
-def _hash(path: Path) -> str:
-    return sha256(path.read_bytes()).hexdigest()[:16]

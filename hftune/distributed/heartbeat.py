@@ -32,7 +32,6 @@ from hftune.distributed.peers import Limits
 from hftune.distributed.process_info import ProcessInfo, check_environment
 from hftune.distributed.progress import Progress
 from hftune.distributed.rounds import Failure, note_failure
-from hftune.distributed.usage import Usage, by_host
 from hftune.distributed.watchdog import CLOSING_S, Watchdog
 from hftune.errors import ElsewhereError, Interrupted, TrainingError
 
@@ -51,13 +50,12 @@ class Heartbeat:
         check_environment()
         self.here = ProcessInfo.from_environment()
         self.progress, self.limits = progress, Limits(dead_after_s, stall_after_s)
-        self.closers: list[Callable[[Report], None]] = [self._note_failure]
+        self.closers: list[Callable[[Report], None]] = []
         """Called if a process fails or is interrupted, before its last message."""
         self._closing: threading.Thread | None = None
         self._lock = threading.Lock()
         self._connection: Any = None
         self._watch: Watchdog | None = None
-        self._usage: Usage | None = None
 
     def __enter__(self) -> Heartbeat:
         """Start beating before there is a process group, if the launcher already has a store.
@@ -80,14 +78,6 @@ class Heartbeat:
             look = Attempt(self._connection, self.here.rank).look if self.here.may_restart else lambda: early
             self._watch = self._start_watchdog(look, has_group=False)
         return self
-
-    def early_store(self, timeout_s: float) -> Any | None:
-        """Return a store that the processes share before they have a process group.
-
-        None if there is none, or if process 0 has not arrived within the time. It shares a connection with the thread that
-        writes the signs of life: never wait in it.
-        """
-        return self._watch.store if self._watch is not None and self._watch.met.wait(timeout_s) else None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -120,7 +110,7 @@ class Heartbeat:
     def _start_watchdog(self, look: Callable[[], Any | None], has_group: bool, secret: str = "") -> Watchdog:
         return Watchdog(self.here, self.progress, self.limits, self.close_all, look, has_group, secret)
 
-    def join(self) -> None:
+    def watch_all(self) -> None:
         """Watch all processes from here on, now that there is a process group (collective)."""
         if self.here.world_size == 1:
             return
@@ -139,24 +129,6 @@ class Heartbeat:
             self._connection = _get_default_store().clone()
         store = dist.PrefixStore(f"hftune/{run[0]}", self._connection)
         self._watch = self._start_watchdog(lambda: store, has_group=True, secret=run[1])
-
-    def leave_sigterm(self) -> None:
-        """Stop reporting SIGTERM: from here on training itself ends after the current step when it arrives."""
-        if self._watch is not None:
-            self._watch.reports_sigterm = False
-
-    def share_usage(self, usage: Usage) -> None:
-        """Tell the main process with each sign of life what this process uses of its machine."""
-        self._usage = usage
-        if self._watch is not None:
-            self._watch.usage = usage
-
-    def usage_by_host(self) -> dict[str, float]:
-        """Return what the main process logs of all machines; nothing on the others."""
-        if self._usage is None or not self.here.is_main:
-            return {}
-        own = self._usage.last
-        return by_host({0: own}, {0: 0}) if self._watch is None else self._watch.peers.usage_by_host(own)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._watch is not None:
@@ -182,13 +154,11 @@ class Heartbeat:
         self._closing.join(CLOSING_S)
 
     def _close(self, report: Report) -> None:
-        for closer in self.closers:
-            closer(report)
-
-    def _note_failure(self, report: Report) -> None:
-        """Tell the agent of an elastic job that this round failed, and in which stage."""
+        """Tell the agent of an elastic job that this round failed, and in which stage; run the closers."""
         if not report.is_interruption and report.is_printed_by(self.here):
             note_failure(Failure(self.progress.current_stage, report.text, report.code))
+        for closer in self.closers:
+            closer(report)
 
     def _fail(self, error: BaseException) -> None:
         """Attach a report to the error and tell the other processes; or learn from them what caused it.
@@ -197,10 +167,10 @@ class Heartbeat:
             ElsewhereError: another process is the cause.
             TrainingError: the process called sys.exit, which must not look like success.
         """
-        if is_second_hand(error):
-            report = self._watch.wait_for_cause() if self._watch is not None else time.sleep(PATIENCE_S)  # type: ignore[func-returns-value]
-            if report is not None:
-                raise with_report(ElsewhereError(report.text), report) from None
+        if is_second_hand(error) and self._watch is None:
+            time.sleep(PATIENCE_S)
+        elif is_second_hand(error) and (cause := self._watch.wait_for_cause()) is not None:
+            raise with_report(ElsewhereError(cause.text), cause) from None
         if isinstance(error, SystemExit):
             place = code_location(*list(traceback.walk_tb(error.__traceback__))[-1])
             what = f"{self.here.name} called sys.exit({error.code!r}) in {self.progress.current_stage}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,11 +43,8 @@ def interfaces() -> dict[str, list[str]]:
         for name, entries in psutil.net_if_addrs().items()
     }
 
-    def is_up(name: str) -> bool:  # an alias such as eth0:1 has no state of its own
-        state = states.get(name) or states.get(name.partition(":")[0])
-        return state is not None and state.isup
-
-    return {name: listed for name, listed in addresses.items() if listed and is_up(name)}
+    up = {name for name, state in states.items() if state.isup}  # an alias such as eth0:1 has no state of its own
+    return {name: listed for name, listed in addresses.items() if listed and not up.isdisjoint((name, name.partition(":")[0]))}
 
 
 def outward_interfaces() -> dict[str, list[str]]:
@@ -76,7 +74,7 @@ def route_to(host: str) -> Route:
         ConfigError: there is no route; the message lists this machine's own addresses.
     """
     address = resolve(host)
-    with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+    with socket.socket(family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # a datagram socket only looks the route up
             source = probe.getsockname()[0].partition("%")[0]
@@ -88,7 +86,7 @@ def route_to(host: str) -> Route:
     for name, addresses in interfaces().items():
         if source in addresses:
             return Route(name, source)
-    return Route("lo" if ipaddress.ip_address(source).is_loopback else "an unknown interface", source)
+    return Route("lo" if _is_loopback(source) else "an unknown interface", source)
 
 
 def is_own_address(address: str) -> bool:
@@ -143,7 +141,8 @@ def choose_interface(main_host: str) -> Route:
     check_interfaces()
     present = interfaces()
     route = route_to(main_host)
-    if ipaddress.ip_address(route.address).is_loopback and main_host != "localhost" and not _is_address(main_host):
+    is_name = main_host != "localhost" and ":" not in main_host and not re.fullmatch(r"[\d.]+", main_host)
+    if is_name and _is_loopback(route.address):
         outward = outward_interfaces()
         if len(outward) != 1 and VARIABLES[0] not in os.environ:
             raise ConfigError(
@@ -210,13 +209,6 @@ def _plain(address: str) -> str:
     return str(ipaddress.ip_address(address.partition("%")[0]))
 
 
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def _family(address: str) -> socket.AddressFamily:
+def family(address: str) -> socket.AddressFamily:
+    """Return the family of an IP address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET

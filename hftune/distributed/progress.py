@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import sys
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 SHOWN = 16
 """Samples to list; the rest are counted."""
+EVERY_S = 1.0
+"""Between two looks."""
+DEPTH = 20
+"""Frames to look at, from the innermost one."""
 
 
 class Progress:
@@ -34,3 +41,36 @@ class Progress:
             return self.current_stage
         more = f" and {len(samples) - SHOWN} more" if len(samples) > SHOWN else ""
         return f"{self.current_stage}, {'samples' if len(samples) > 1 else 'sample'} {', '.join(samples[:SHOWN])}{more}"
+
+
+@contextmanager
+def marked_while_moving(progress: Progress, every_s: float = EVERY_S) -> Iterator[None]:
+    """Within ``with``: mark progress whenever this thread's Python code has moved since the last look.
+
+    A call that does not return, such as one that waits for a file system, leaves no mark.
+    """
+    thread, done = threading.get_ident(), threading.Event()
+
+    def watch() -> None:
+        last: list[tuple[int, int]] = []
+        while not done.wait(every_s):
+            position = _position(thread)
+            if position != last:
+                progress.tick()
+            last = position
+
+    watcher = threading.Thread(target=watch, name="pulse", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _position(thread: int) -> list[tuple[int, int]]:
+    frame, position = sys._current_frames().get(thread), []
+    while frame is not None and len(position) < DEPTH:
+        position.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return position

@@ -13,16 +13,14 @@ from accelerate import Accelerator
 from hftune.config import Recipe, TrainConfig
 from hftune.distributed.accelerator import leave_group, start_accelerator
 from hftune.distributed.consistency import EARLY_S, check_early, check_same, data_digests, fingerprint
-from hftune.distributed.failure_report import Report
 from hftune.distributed.heartbeat import Heartbeat
 from hftune.distributed.preflight import check_hardware, check_launch, check_launcher
-from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.distributed.signals import StopRequest
-from hftune.distributed.usage import Usage
+from hftune.distributed.usage import Usage, by_host
 
 
-class Session:
+class Session(Heartbeat):
     """A context around everything that a process does in a job; training, evaluation and the doctor each open one.
 
     Entering it starts the heartbeat, compares code and recipe with the main process as far as the launcher already has a
@@ -50,21 +48,22 @@ class Session:
         compares_early: bool = True,
     ):
         self.recipe, self.train = recipe, TrainConfig() if recipe is None else recipe.train
-        self.info, self.progress = ProcessInfo.from_environment(), Progress()
-        self.heartbeat = Heartbeat(
-            self.progress,
+        super().__init__(
+            Progress(),
             self.train.dead_after_s if dead_after_s is None else dead_after_s,
             self.train.stall_after_s if stall_after_s is None else stall_after_s,
         )
-        self._compares_early = compares_early
+        self.info, self._compares_early = self.here, compares_early
         self._stack = ExitStack()
 
     def __enter__(self) -> Session:
+        super().__enter__()
         with ExitStack() as stack:
-            stack.enter_context(self.heartbeat)  # reports what fails below to the other processes, too
+            stack.push(super().__exit__)  # reports what fails below to the other processes, too
             if self._compares_early and self.recipe is not None:
                 self.progress.stage("comparing code and recipe with the other processes")
-                check_early(self.heartbeat.early_store(EARLY_S), self.info.rank, fingerprint(self.recipe))
+                store = self._watch.store if self._watch is not None and self._watch.met.wait(EARLY_S) else None
+                check_early(store, self.info.rank, fingerprint(self.recipe))
             self.progress.stage("checking this machine")
             if self.recipe is None:
                 check_launch()
@@ -74,8 +73,8 @@ class Session:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
-        return self._stack.__exit__(kind, error, trace)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._stack.__exit__(kind, error, trace)
 
     def join(self) -> Accelerator:
         """Wait for the other processes, and make the process group. Collective.
@@ -84,9 +83,9 @@ class Session:
             ConfigError: the launcher announced a different number of processes than joined.
         """
         self.progress.stage("joining the other processes")
-        with self.heartbeat.waiting():
+        with self.waiting():
             accelerator = start_accelerator(self.train)
-            self.heartbeat.join()
+            self.watch_all()
         atexit.register(leave_group)
         return accelerator
 
@@ -117,7 +116,8 @@ class Session:
     def accept_stop_requests(self) -> StopRequest:
         """From here on, take SIGTERM and the first Ctrl-C as requests to stop after the current step."""
         stop = self._stack.enter_context(StopRequest())
-        self.heartbeat.leave_sigterm()
+        if self._watch is not None:
+            self._watch.reports_sigterm = False
         return stop
 
     def sample_usage(self, device: Any, folder: Path) -> Callable[[], dict[str, float]]:
@@ -127,13 +127,15 @@ class Session:
             device: of this process.
             folder: on the file system whose free space is sampled.
         """
-        self.heartbeat.share_usage(self._stack.enter_context(Usage(self.info, device, folder)))
-        return self.heartbeat.usage_by_host
+        watch, usage = self._watch, self._stack.enter_context(Usage(self.info, device, folder))
+        if watch is not None:
+            watch.usage = usage
+        if not self.info.is_main:
+            return dict
+        if watch is None:
+            return lambda: by_host({0: usage.last}, {0: 0})
+        return lambda: watch.peers.usage_by_host(usage.last)
 
     def at_end(self, callback: Callable[[], None]) -> None:
         """Call this when the context is left, whatever happens, while the process is still watched."""
         self._stack.callback(callback)
-
-    def at_failure(self, callback: Callable[[Report], None]) -> None:
-        """Call this if the process fails or is interrupted, before its last message is printed."""
-        self.heartbeat.closers.append(callback)

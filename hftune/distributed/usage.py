@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +37,27 @@ class Usage:
     def __init__(self, here: ProcessInfo, device: Any, folder: Path):
         self.last: Sample = {}
         self._over = threading.Event()
-        self._sources: list[Callable[[], Sample]] = [partial(process_memory, psutil.Process())]
+        process, total, gpu = psutil.Process(), psutil.virtual_memory().total, f"gpu{here.local_rank}"
+        self._sources: list[Callable[[], Sample]] = [
+            lambda: {"process_memory_gib": process.memory_info().rss / GIB}  # without that of its data loader's
+        ]
         if here.local_rank == 0:
-            self._sources.append(machine_load)
+            self._sources += [
+                lambda: {"cpu_percent": psutil.cpu_percent()},  # of the whole machine, since the last call
+                lambda: {"memory_gib": (total - psutil.virtual_memory().available) / GIB},
+            ]
         if here.is_main:
-            self._sources.append(partial(disk_space, folder))
+            self._sources.append(lambda: {"disk_free_gib": shutil.disk_usage(folder).free / GIB})
         if device.type == "cuda":
-            self._sources += [partial(sample, f"gpu{here.local_rank}", device) for sample in (gpu_memory, gpu_load, gpu_power)]
+            import torch
+
+            cuda = torch.cuda  # its load and power fail without nvidia-ml-py
+            self._sources += [
+                lambda: {f"{gpu}_memory_gib": cuda.memory_reserved(device) / GIB},
+                lambda: {f"{gpu}_peak_gib": cuda.max_memory_allocated(device) / GIB},  # since DeviceMemory.restart
+                lambda: {f"{gpu}_percent": cuda.utilization(device)},
+                lambda: {f"{gpu}_power_w": cuda.power_draw(device) / 1000},
+            ]
 
     def __enter__(self) -> Usage:
         threading.Thread(target=self._run, name="hftune usage", daemon=True).start()
@@ -71,44 +84,6 @@ class Usage:
             except Exception:  # of any driver; training has nothing to do with it
                 self._sources.remove(source)
         return sample
-
-
-def process_memory(process: psutil.Process) -> Sample:
-    """Return the memory of this process, without that of its data loader's."""
-    return {"process_memory_gib": process.memory_info().rss / GIB}
-
-
-def disk_space(folder: Path) -> Sample:
-    """Return what is left for checkpoints and models."""
-    return {"disk_free_gib": shutil.disk_usage(folder).free / GIB}
-
-
-def machine_load() -> Sample:
-    """Return processor (0 to 100, since the last call) and memory of the whole machine."""
-    memory = psutil.virtual_memory()
-    return {"cpu_percent": psutil.cpu_percent(), "memory_gib": (memory.total - memory.available) / GIB}
-
-
-def gpu_memory(name: str, device: Any) -> Sample:
-    """Return what this process holds of a GPU's memory, and the most that its tensors needed since DeviceMemory.restart."""
-    import torch
-
-    held, most = torch.cuda.memory_reserved(device), torch.cuda.max_memory_allocated(device)
-    return {f"{name}_memory_gib": held / GIB, f"{name}_peak_gib": most / GIB}
-
-
-def gpu_load(name: str, device: Any) -> Sample:
-    """Return the share of the time in which a GPU computed, 0 to 100. Fails without nvidia-ml-py."""
-    import torch
-
-    return {f"{name}_percent": torch.cuda.utilization(device)}
-
-
-def gpu_power(name: str, device: Any) -> Sample:
-    """Return what a GPU draws. Fails without nvidia-ml-py."""
-    import torch
-
-    return {f"{name}_power_w": torch.cuda.power_draw(device) / 1000}
 
 
 def by_host(samples: Mapping[int, Sample], first_ranks: Mapping[int, int]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hftune.distributed.consistency import differences, remedies
-from hftune.distributed.network import interfaces
+from hftune.distributed.network import family, interfaces
 from hftune.elastic.copies import Copies
 from hftune.elastic.membership import Machine, Membership, Phase, Silence, State, View, advance
 from hftune.elastic.places import Place
@@ -61,7 +61,7 @@ class Attendance:
         """Why this machine cannot be in the job."""
         self.return_s = 0.0
         """How long to see an empty meeting place before beginning a job there."""
-        self._listener = socket.create_server((me.address, 0), family=_family(me.address))
+        self._listener = socket.create_server((me.address, 0), family=family(me.address))
         self.me = replace(me, port=self._listener.getsockname()[1], token=secrets.token_hex(16))
         self.membership: Membership | None = None
         """As last seen; None before the first look."""
@@ -331,7 +331,3 @@ class Attendance:
         except OSError:
             return first.id
         return None
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET

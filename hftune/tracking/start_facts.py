@@ -23,9 +23,8 @@ from hftune.config import Recipe
 from hftune.data.digest import cached_row_hashes
 from hftune.data.row_hashes import NAME as ROWS
 from hftune.data.row_hashes import root, write_rows
-from hftune.distributed.consistency import code_of, fingerprint, named_code
-from hftune.distributed.progress import Progress
-from hftune.distributed.pulse import marked_while_moving
+from hftune.distributed.consistency import fingerprint, users_code
+from hftune.distributed.progress import Progress, marked_while_moving
 from hftune.strategies.base import Strategy
 from hftune.task import ask
 from hftune.tracking.facts import Facts, command, git_state, now
@@ -55,7 +54,7 @@ def run_facts(recipe: Recipe, strategy: Strategy, parts: Parts, provenance: Prov
         num_steps=parts.num_steps,
         steps_per_epoch=parts.plan.num_steps,
         notices=parts.notices,
-        code=code_of(recipe.task) | named_code(recipe),
+        code=users_code(recipe),
         fold_data=ask(recipe.task, "fold_data", None),
     )
 

@@ -2,11 +2,11 @@
 
 import json
 import multiprocessing
+from types import SimpleNamespace
 
 import torch
 
-from hftune.distributed.collectives import gather_in_slices, host_group
-from hftune.distributed.progress import Progress
+from hftune.distributed.collectives import Collectives
 from tests.support.runs import SMALL, Command
 
 
@@ -28,10 +28,9 @@ def test_a_group_that_a_failed_test_left_behind_does_not_fail_the_next_test(tmp_
 
 def gather(rank, rows, folder):
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=len(rows))
-    progress = Progress()
-    found = [gather_in_slices(rows[rank], host_group(), at_once, progress) for at_once in (3, 100)]
-    found.append(gather_in_slices([], None, 3, progress))
-    (folder / f"{rank}.json").write_text(json.dumps([found, progress.marks]))
+    group = Collectives(SimpleNamespace(process_index=rank, num_processes=len(rows), device=torch.device("cpu")))
+    found = [group.gather_to_main(some, at_once) for some, at_once in ((rows[rank], 3), (rows[rank], 100), ([], 3))]
+    (folder / f"{rank}.json").write_text(json.dumps([found, group.progress.marks]))
     torch.distributed.destroy_process_group()
 
 

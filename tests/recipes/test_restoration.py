@@ -13,7 +13,7 @@ from hftune.cli import main
 from hftune.config.sections import TrainConfig
 from hftune.data.damage import draw_mask
 from hftune.data.demo import pictures
-from hftune.distributed.accelerator import set_float32
+from hftune.distributed.accelerator import set_numerics
 from hftune.errors import ConfigError, DataError, TrainingError
 from tests.support.runs import Command, Run
 
@@ -193,8 +193,8 @@ def test_a_network_of_ones_own_trains_on_folders_and_loads_again(damaged, tmp_pa
 
 
 def test_float32_is_exact_unless_the_recipe_says_tf32():
-    set_float32(TrainConfig(tf32=True, cudnn_benchmark=True))
+    set_numerics(TrainConfig(tf32=True, cudnn_benchmark=True))
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     assert matmul.allow_tf32 and cudnn.allow_tf32 and cudnn.benchmark
-    set_float32(TrainConfig())
+    set_numerics(TrainConfig())
     assert not (matmul.allow_tf32 or cudnn.allow_tf32 or cudnn.benchmark)

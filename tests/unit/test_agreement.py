@@ -4,7 +4,7 @@ import pytest
 
 import hftune
 from hftune import ConfigError, Recipe
-from hftune.distributed.consistency import code, differences, disagreement, fingerprint, named_code
+from hftune.distributed.consistency import code, differences, disagreement, fingerprint, users_code
 from hftune.optim import optimizer_class
 
 MAIN = {
@@ -45,7 +45,7 @@ def test_code_whose_package_cannot_be_imported_is_left_to_the_message_of_its_key
     (tmp_path / "broken" / "optimizers.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     recipe = Recipe.load("yelp_demo", "train.optimizer=broken.optimizers.Mine")
-    assert named_code(recipe) == {}
+    assert users_code(recipe) == {}
     with pytest.raises(ConfigError, match=r"train.optimizer=broken.optimizers.Mine cannot be imported: "):
         optimizer_class(recipe.train)
 

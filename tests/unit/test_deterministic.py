@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from hftune import ConfigError, Recipe, train
 from hftune.config.sections import TrainConfig
-from hftune.distributed.accelerator import set_deterministic
+from hftune.distributed.accelerator import set_numerics
 from tests.support.runs import SMALL
 
 
@@ -22,13 +22,13 @@ def test_contradiction_with_cudnn_benchmark_is_refused():
 def test_switches_are_set_and_taken_back(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     try:
-        set_deterministic(TrainConfig(deterministic=True))
+        set_numerics(TrainConfig(deterministic=True))
         assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-        set_deterministic(TrainConfig(deterministic=True))
+        set_numerics(TrainConfig(deterministic=True))
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # the user's own
     finally:
-        set_deterministic(TrainConfig())
+        set_numerics(TrainConfig())
     assert not torch.are_deterministic_algorithms_enabled()
 
 

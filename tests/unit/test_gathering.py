@@ -3,8 +3,7 @@
 import json
 import time
 
-from hftune.distributed.progress import Progress
-from hftune.distributed.pulse import marked_while_moving
+from hftune.distributed.progress import Progress, marked_while_moving
 from hftune.tracking.jsonl import write_rows
 
 

@@ -141,8 +141,8 @@ def test_a_machine_is_sampled_and_a_source_that_fails_is_left_alone(tmp_path, mo
 
     monkeypatch.setattr(usage, "FIRST_S", 0.0)
     monkeypatch.setattr(usage, "EVERY_S", 0.01)
-    for name in ("gpu_memory", "gpu_load", "gpu_power"):
-        monkeypatch.setattr(usage, name, broken)
+    for name in ("memory_reserved", "max_memory_allocated", "utilization", "power_draw"):
+        monkeypatch.setattr(torch.cuda, name, broken)
     here, gpu = ProcessInfo(), SimpleNamespace(type="cuda")
     with Usage(here, gpu, tmp_path) as sampled:
         until = time.monotonic() + 10
@@ -151,7 +151,7 @@ def test_a_machine_is_sampled_and_a_source_that_fails_is_left_alone(tmp_path, mo
         time.sleep(0.05)
         assert set(sampled.last) == {"process_memory_gib", "cpu_percent", "memory_gib", "disk_free_gib"}
         assert 0 < sampled.last["process_memory_gib"] < sampled.last["memory_gib"] and sampled.last["disk_free_gib"] > 0
-    assert len(calls) == 3
+    assert len(calls) == 4
 
 
 def test_only_the_first_process_of_a_machine_samples_the_machine():
@@ -162,7 +162,7 @@ def test_only_the_first_process_of_a_machine_samples_the_machine():
 def test_a_driver_that_hangs_holds_nobody_up(tmp_path, monkeypatch):
     released = threading.Event()
     monkeypatch.setattr(usage, "FIRST_S", 0.0)
-    monkeypatch.setattr(usage, "disk_space", lambda folder: released.wait(10) or {})
+    monkeypatch.setattr(usage.shutil, "disk_usage", lambda folder: released.wait(10))
     with Usage(ProcessInfo(), CPU, tmp_path) as sampled:
         assert sampled.last == {}
     released.set()
