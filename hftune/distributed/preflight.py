@@ -194,11 +194,6 @@ def check_launch() -> None:
         if process.local_world_size is not None:  # else nobody says where the others are
             is_one_machine = process.local_world_size >= process.world_size
             stay_on_this_machine() if is_one_machine else choose_interface(process.main_address)
-    check_gpus()
-
-
-def check_gpus() -> None:
-    """Raise ConfigError if there are more processes than GPUs, or none of the GPUs that were asked for."""
     asked, here = os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count()
     if parse_flag_from_env("ACCELERATE_USE_CPU"):
         return
@@ -209,7 +204,6 @@ def check_gpus() -> None:
             f"{built if torch.version.cuda else 'was built without CUDA: install the build for GPUs.'} "
             "ACCELERATE_USE_CPU=true trains on CPUs."
         )
-    process = ProcessInfo.from_environment()
     started = process.local_world_size or 1
     if 0 < here < started:
         raise ConfigError(

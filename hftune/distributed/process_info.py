@@ -115,24 +115,7 @@ def check_environment() -> None:
     for name in FLAGS:
         if (value := os.environ.get(name)) is not None and value.lower() not in (*TRUE, *FALSE):
             raise ConfigError(f"{name}={value} in the environment is neither true nor false.")
-    _check_siblings()
-    if (size := _number("WORLD_SIZE", 1)) <= 1:
-        return
-    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
-        raise ConfigError(
-            f"WORLD_SIZE={size} in the environment says that this is one of {size} processes, but {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not set. Start all with accelerate launch or torchrun --nproc_per_node N; "
-            "to train in one process, unset WORLD_SIZE."
-        )
-    if (rank := _number("RANK", 0)) >= size:
-        raise ConfigError(f"RANK={rank} in the environment must be below WORLD_SIZE={size}: ranks count from 0.")
-
-
-def _check_siblings() -> None:
-    """Raise ConfigError if this is one of several processes that know nothing of each other."""
-    if "WORLD_SIZE" in os.environ:
-        return
-    for starter, name in SIBLINGS.items():
+    for starter, name in SIBLINGS.items() if "WORLD_SIZE" not in os.environ else ():
         if (count := os.environ.get(name, "")).isdecimal() and int(count) > 1:
             how = (
                 "`hftune slurm` writes a script for it; or start one launcher on each node: srun --ntasks-per-node=1 torchrun."
@@ -143,6 +126,16 @@ def _check_siblings() -> None:
                 f"{starter} started {count} processes ({name}={count}) that are not connected: each would train alone. {how} "
                 "To train in separate processes on purpose, set WORLD_SIZE=1."
             )
+    if (size := _number("WORLD_SIZE", 1)) <= 1:
+        return
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise ConfigError(
+            f"WORLD_SIZE={size} in the environment says that this is one of {size} processes, but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set. Start all with accelerate launch or torchrun --nproc_per_node N; "
+            "to train in one process, unset WORLD_SIZE."
+        )
+    if (rank := _number("RANK", 0)) >= size:
+        raise ConfigError(f"RANK={rank} in the environment must be below WORLD_SIZE={size}: ranks count from 0.")
 
 
 def launcher() -> str | None:

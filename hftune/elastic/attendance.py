@@ -155,7 +155,10 @@ class Attendance:
         self._count += 1
         sign = {"count": self._count, "cut": self._is_cut}
         self.place.give_sign(self.me.id, json.dumps(sign))
-        text = self.place.read() or self._bring_back()
+        text = self.place.read()
+        if not text and self.job is not None and self.membership is not None:  # the meeting place was started anew
+            self.place.note(f"facts-{self.job}", json.dumps(self.facts))
+            text = self.place.swap("", self.membership.to_text())
         while True:
             membership = Membership.parse(text) if text else None
             silence, cut = self._watch(membership, passed_s)
@@ -188,13 +191,6 @@ class Attendance:
         if membership is not None:
             self.membership = membership
             self.on_change(membership)
-
-    def _bring_back(self) -> str:
-        """Put the document, as last seen, into a meeting place that has been started anew; return what is there."""
-        if self.job is None or self.membership is None:
-            return ""
-        self.place.note(f"facts-{self.job}", json.dumps(self.facts))
-        return self.place.swap("", self.membership.to_text())
 
     def _watch(self, membership: Membership | None, passed_s: float) -> tuple[dict[str, float], frozenset[str]]:
         """Return how long each machine has been silent, and the machines that say that they are cut off."""

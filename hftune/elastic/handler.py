@@ -47,9 +47,10 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
         SystemExit: the launcher's parameters are invalid, or nothing answers.
     """
     if params.min_nodes != params.max_nodes or "min_machines" in params.config:
-        from hftune.elastic.rendezvous import create_elastic_handler
+        from hftune.elastic.parameters import attend
+        from hftune.elastic.rendezvous import ElasticRendezvous
 
-        return create_elastic_handler(params)
+        return ElasticRendezvous(*attend(params), params.run_id)
     from hftune.launchers.rendezvous import create_fixed
 
     return create_fixed(params)

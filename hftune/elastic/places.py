@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed import TCPStore
 
@@ -27,30 +27,68 @@ POLL_S = 0.1
 """Between two attempts to connect."""
 
 
-class Place(Protocol):
-    """All methods raise OSError or RuntimeError (torch's DistError) if the place does not answer."""
+class FolderPlace:
+    """A folder on a file system that all machines share; no machine's loss ends it.
+
+    All methods raise OSError, or a store's RuntimeError (torch's DistError), if the place does not answer.
+    """
+
+    def __init__(self, folder: Path, job: str):
+        self._folder = folder / "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in job)
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def read(self) -> str:
         """Return the document; empty before the first."""
+        return self._read("membership.json")
 
     def swap(self, seen: str, wanted: str) -> str:
         """Replace the document if it is still as this agent has seen it; return what it is now."""
+        with (self._folder / "lock").open("a") as lock:
+            _lock(lock.fileno(), self._folder)
+            now = self.read()
+            if now == seen:
+                self._write("membership.json", wanted)
+                return wanted
+            return now
 
     def give_sign(self, name: str, sign: str) -> None:
         """Write an agent's sign of life."""
+        # In place, as a network file system shows a file's new contents sooner than a new file of the same name.
+        descriptor = os.open(self._folder / f"sign_{name}", os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.pwrite(descriptor, sign.ljust(SIGN_BYTES).encode(), 0)
+        finally:
+            os.close(descriptor)
 
     def signs(self, names: list[str]) -> dict[str, str]:
         """Return the signs of life; empty for an agent that has given none."""
+        return {name: self._read(f"sign_{name}").rstrip() for name in names}
 
     def note(self, name: str, text: str = "") -> str:
         """Leave a note unless there is one of that name; return the one that is there, empty if there is none."""
+        if text and not self._read(f"note_{name}"):
+            self._write(f"note_{name}", text)
+        return self._read(f"note_{name}")
 
     def hang_up(self) -> None:
-        """Let a request that has got no answer fail. From another thread."""
+        """Let a request that has got no answer fail, from another thread. Here none waits for another machine of the job."""
+
+    def _read(self, name: str) -> str:
+        try:
+            return (self._folder / name).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return ""
+
+    def _write(self, name: str, text: str) -> None:
+        with atomic_path(self._folder / name, is_shared=True) as temporary:
+            temporary.write_text(text, encoding="utf-8")
 
 
 class StorePlace:
-    """A TCPStore, of the agent at an address or of ``hftune meeting``, which may be started again with an empty store."""
+    """A TCPStore, of the agent at an address or of ``hftune meeting``, which may be started again with an empty store.
+
+    Its methods do what those of FolderPlace do.
+    """
 
     def __init__(self, store: Any, job: str, connect: Callable[[], Any]):
         self._store, self._key, self._connect = store, f"hftune/elastic/{job}", connect
@@ -89,6 +127,9 @@ class StorePlace:
             raise
 
 
+Place = FolderPlace | StorePlace
+
+
 def connect(host: str, port: int, seconds: float) -> TCPStore:
     """Connect to a store that others serve, or raise OSError or DistError.
 
@@ -107,55 +148,6 @@ def connect(host: str, port: int, seconds: float) -> TCPStore:
     store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     store.set_timeout(timedelta(seconds=60))
     return store
-
-
-class FolderPlace:
-    """A folder on a file system that all machines share; no machine's loss ends it."""
-
-    def __init__(self, folder: Path, job: str):
-        self._folder = folder / "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in job)
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-
-    def read(self) -> str:
-        return self._read("membership.json")
-
-    def swap(self, seen: str, wanted: str) -> str:
-        with (self._folder / "lock").open("a") as lock:
-            _lock(lock.fileno(), self._folder)
-            now = self.read()
-            if now == seen:
-                self._write("membership.json", wanted)
-                return wanted
-            return now
-
-    def give_sign(self, name: str, sign: str) -> None:
-        # In place, as a network file system shows a file's new contents sooner than a new file of the same name.
-        descriptor = os.open(self._folder / f"sign_{name}", os.O_WRONLY | os.O_CREAT, 0o600)
-        try:
-            os.pwrite(descriptor, sign.ljust(SIGN_BYTES).encode(), 0)
-        finally:
-            os.close(descriptor)
-
-    def signs(self, names: list[str]) -> dict[str, str]:
-        return {name: self._read(f"sign_{name}").rstrip() for name in names}
-
-    def note(self, name: str, text: str = "") -> str:
-        if text and not self._read(f"note_{name}"):
-            self._write(f"note_{name}", text)
-        return self._read(f"note_{name}")
-
-    def hang_up(self) -> None:
-        """Nothing: no request waits for another machine of the job."""
-
-    def _read(self, name: str) -> str:
-        try:
-            return (self._folder / name).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return ""
-
-    def _write(self, name: str, text: str) -> None:
-        with atomic_path(self._folder / name, is_shared=True) as temporary:
-            temporary.write_text(text, encoding="utf-8")
 
 
 def _lock(descriptor: int, folder: Path) -> None:

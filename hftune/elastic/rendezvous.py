@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from hftune.distributed import rounds
@@ -37,7 +37,7 @@ from hftune.distributed.network import hang_up
 from hftune.distributed.signals import STARTED_BY
 from hftune.elastic.attendance import BEAT_S, CONNECT_S, LEAVE_S, PLACE_S, Attendance
 from hftune.elastic.membership import Machine, Membership, Phase
-from hftune.elastic.parameters import attend, refuse, words_of_launcher
+from hftune.elastic.parameters import refuse, words_of_launcher
 from hftune.elastic.places import connect
 from hftune.launchers.rendezvous import JOIN_TIMEOUT, REMINDER_S, allow_open_files, say
 
@@ -47,15 +47,6 @@ END_S = 15.0
 """For the processes of the other machines to end once those of the first one have."""
 ROLE = "torchelastic/role_info/"
 """Beginning of the keys under which torchrun's agents tell each other their numbers of processes."""
-
-
-def create_elastic_handler(params: RendezvousParameters) -> ElasticRendezvous:
-    """Read the launcher's parameters, and find the meeting place.
-
-    Raises:
-        SystemExit: a parameter is invalid, or nothing answers.
-    """
-    return ElasticRendezvous(*attend(params), params.run_id)
 
 
 def pause(message: str) -> NoReturn:
@@ -376,8 +367,11 @@ class ElasticRendezvous(RendezvousHandler):
         if membership is not None and self.attendance.unanswered_s < PLACE_S:
             is_done = membership.phase is Phase.ENDED
             self.attendance.leave("" if is_done else f"{self.attendance.me} has left")
-            if self.is_host:
-                self._outlast(membership)
+            until = time.monotonic() + LEAVE_S
+            with suppress(OSError, RuntimeError, ValueError):  # who serves the place does so until all have read of the end
+                while self.is_host and membership.machines and time.monotonic() < until:
+                    time.sleep(BEAT_S / 5)
+                    membership = Membership.parse(self.attendance.place.read())
         self.attendance.stop()
         shutil.rmtree(self.folder.path, ignore_errors=True)
 
@@ -390,14 +384,6 @@ class ElasticRendezvous(RendezvousHandler):
         say(f"This machine has left the job after {signal.Signals(error.sigval).name}.")  # type: ignore[attr-defined]
         sys.stdout.flush()
         os._exit(STOPPED)  # Python's own code would be 1
-
-    def _outlast(self, membership: Membership) -> None:
-        """Serve the meeting place until the others have read how the job ended."""
-        until = time.monotonic() + LEAVE_S
-        with suppress(OSError, RuntimeError, ValueError):
-            while membership.machines and time.monotonic() < until:
-                time.sleep(BEAT_S / 5)
-                membership = Membership.parse(self.attendance.place.read())
 
     def _hear_signals(self) -> None:
         """Let the others know at once of a signal that ends this agent; torch's agent sets its handlers in each round."""

@@ -248,8 +248,12 @@ class Forks:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             self.be_process({**variables, **own})
 
-        with held_signals():
+        # A signal that reaches a fork before Python's own work there is done would be forgotten. So let signals wait.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
             self.running[fork(be_process)] = rank
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     # The end of processes
 
@@ -404,16 +408,6 @@ def nvml_instead_of_cuda() -> Iterator[None]:
         yield
     finally:
         os.environ.pop(name) if before is None else os.environ.update({name: before})
-
-
-@contextmanager
-def held_signals() -> Iterator[None]:
-    """Let signals wait. One that reaches a fork before Python's own work there is done would be forgotten."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def group_variables(count: int, port: int, job: str, number: int) -> dict[str, str]:

@@ -76,25 +76,20 @@ def start_processes(program: str, words: Sequence[str], count: int | Wanted, lib
         ConfigError, DataError, TrainingError, Interrupted: with the message of the process that failed.
     """
     with tempfile.TemporaryDirectory(prefix="hftune-launch-") as folder:
-        is_alone = count == 1
-        launcher = ["-m", program] if is_alone else several_processes(program, count, folder, libraries)
-        error_file = {"TORCHELASTIC_ERROR_FILE": f"{folder}/error.json"} if is_alone else {}  # the launcher names one for each
-        threads = {} if is_alone else {"OMP_NUM_THREADS": "1"}  # torchrun's own default, which it announces with a banner
-        command = [sys.executable, *launcher, *words]
-        code, is_stopped = run_and_show(command, {**threads, **environment(), **error_file})
+        variables = {"OMP_NUM_THREADS": "1"} | environment()  # torchrun's own default, which it announces with a banner
+        if count == 1:
+            launcher = ["-m", program]
+            variables = environment() | {"TORCHELASTIC_ERROR_FILE": f"{folder}/error.json"}  # launchers name one for each
+        elif isinstance(count, Wanted) or sys.platform == "linux":
+            wanted = count if isinstance(count, Wanted) else Wanted(count, count)
+            launcher = ["-m", "hftune.launchers.forks", json.dumps(asdict(wanted)), folder, ",".join(libraries), program]
+        else:  # macOS, whose libraries do not survive a fork. Not --standalone, whose store listens on all networks
+            meeting = ["--nnodes", "1", "--rdzv-backend", "hftune", "--rdzv-endpoint", "127.0.0.1:0"]
+            several = [*meeting, "--nproc_per_node", str(count), "--log-dir", folder]
+            launcher = ["-m", "hftune.launchers.quietly", "torchrun", *several, "-m", program]
+        code, is_stopped = run_and_show([sys.executable, *launcher, *words], variables)
         if code != 0:
             raise failure(Path(folder), code, is_stopped)
-
-
-def several_processes(program: str, count: int | Wanted, folder: str, libraries: Sequence[str]) -> list[str]:
-    """Return the words of Python's command line that start the processes, but for their own words."""
-    if isinstance(count, Wanted) or sys.platform == "linux":
-        wanted = count if isinstance(count, Wanted) else Wanted(count, count)
-        return ["-m", "hftune.launchers.forks", json.dumps(asdict(wanted)), folder, ",".join(libraries), program]
-    # The libraries of macOS do not survive a fork. Not --standalone, whose store listens on all networks of the machine.
-    meeting = ["--nnodes", "1", "--rdzv-backend", "hftune", "--rdzv-endpoint", "127.0.0.1:0"]
-    torchrun = ["-m", "hftune.launchers.quietly", "torchrun", *meeting, "--nproc_per_node", str(count), "--log-dir", folder]
-    return [*torchrun, "-m", program]
 
 
 def check_importable(recipe: Recipe) -> None:

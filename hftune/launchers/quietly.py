@@ -10,7 +10,6 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 
@@ -19,7 +18,17 @@ def main(argv: list[str]) -> int | str:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    launch = _torchrun(argv) if argv[0] == "torchrun" else _accelerate(argv)
+    if (
+        is_torchrun := argv[0] == "torchrun"
+    ):  # on this machine alone; hftune.launch tells what the processes leave in their files
+        from torch.distributed.run import main as launch
+
+        logging.disable(logging.ERROR)  # that a process failed and the others are being stopped, once for each
+        sys.argv = argv
+    else:
+        from accelerate.commands.launch import main as launch
+
+        sys.argv = [" ".join(argv[:2]), *argv[2:]]
     try:
         launch()
     except SignalException as error:
@@ -27,24 +36,8 @@ def main(argv: list[str]) -> int | str:
         return 128 + error.sigval
     except ChildFailedError as error:
         is_explained = any(Path(failure.error_file).is_file() for failure in error.failures.values())
-        return 1 if argv[0] == "torchrun" and is_explained else str(error)
+        return 1 if is_torchrun and is_explained else str(error)
     return 0
-
-
-def _torchrun(argv: list[str]) -> Callable[[], None]:
-    """Return torchrun, on this machine alone: hftune.launch tells its caller what the processes leave in their error files."""
-    from torch.distributed.run import main as launch
-
-    logging.disable(logging.ERROR)  # that a process failed and the others are being stopped, once for each
-    sys.argv = argv
-    return launch
-
-
-def _accelerate(argv: list[str]) -> Callable[[], None]:
-    from accelerate.commands.launch import main as launch
-
-    sys.argv = [" ".join(argv[:2]), *argv[2:]]
-    return launch
 
 
 if __name__ == "__main__":

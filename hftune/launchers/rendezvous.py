@@ -16,7 +16,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -108,21 +109,14 @@ class FixedRendezvous(StaticTCPRendezvous):
         Raises:
             SystemExit: some did not arrive, or they do not fit together; the message says which and why.
         """
-        if self._store is None:
+        if self._store is None:  # type: ignore[has-type]
             try:
-                self._meet()
+                store, is_host = self.find_store()
+                self._store, machines = store, PrefixStore(f"hftune/machines/{self.run_id}", store)
+                self.rank = self._receive(machines) if is_host else self._join(machines)
             except ConfigError as error:
                 leave(str(error))
         return super().next_rendezvous()
-
-    def _meet(self) -> None:
-        self._store, is_host = self.find_store()
-        machines = PrefixStore(f"hftune/machines/{self.run_id}", self._store)
-        if is_host:
-            self.rank = 0
-            self._receive(machines)
-        else:
-            self.rank = self._join(machines)
 
     def find_store(self) -> tuple[TCPStore, bool]:
         """Open the store if this machine has its address and no other process has opened it, or connect to it.
@@ -165,7 +159,13 @@ class FixedRendezvous(StaticTCPRendezvous):
         options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
         if self.world_size == 1 and resolve(self.master_addr) == "127.0.0.1":
             # torch would listen on all interfaces, and anyone who reaches a store controls the job.
-            options["master_listen_fd"] = self._listen()
+            try:
+                with socket.create_server((self.master_addr, self.master_port)) as server:  # type: ignore[has-type]
+                    self.master_port = server.getsockname()[1]  # any if it was 0
+                    options["master_listen_fd"] = server.detach()
+            except OSError as error:
+                owner = owner_of(self.master_port)
+                raise ConfigError(f"The port of {self.endpoint} cannot be opened{owner}: {error.strerror}.") from error
         try:
             return TCPStore(self.master_addr, self.master_port, None, True, self.timeout, **options)
         except DistError as error:
@@ -173,18 +173,8 @@ class FixedRendezvous(StaticTCPRendezvous):
                 raise ConfigError(f"The port of {self.endpoint} cannot be opened: {error}") from error
             return None
 
-    def _listen(self) -> int:
-        """Open the port on this address only, or any port if it is 0; return the socket's file descriptor."""
-        try:
-            with socket.create_server((self.master_addr, self.master_port)) as server:  # type: ignore[has-type]
-                self.master_port = server.getsockname()[1]
-                return server.detach()
-        except OSError as error:
-            owner = owner_of(self.master_port)
-            raise ConfigError(f"The port of {self.endpoint} cannot be opened{owner}: {error.strerror}.") from error
-
-    def _receive(self, store: Any) -> None:
-        """Wait for all machines and see them confirm.
+    def _receive(self, store: Any) -> int:
+        """Wait for all machines, see them confirm, and return this one's rank.
 
         Raises:
             ConfigError: some did not arrive, have left, or were started for a different number of machines.
@@ -194,7 +184,11 @@ class FixedRendezvous(StaticTCPRendezvous):
             for index in range(len(others) + 1, min(int(store.add("joined", 0)), self.world_size - 1) + 1):
                 _await(store, f"machine/{index}", "A machine joined and left again without a message")
                 others.append(Machine(**json.loads(store.get(f"machine/{index}"))))
-            if refusal := self._refusal(others):
+            if unlike := [other for other in others if other.num_machines != self.world_size]:
+                refusal = (
+                    f"{unlike[0]} was started for {unlike[0].num_machines} machines, and {self.machine} for {self.world_size}. "
+                    "Start all with the same num_machines (--nnodes)."
+                )
                 store.set("refusal", refusal)
                 time.sleep(1.0)  # for them to read it
                 raise ConfigError(refusal)
@@ -205,19 +199,13 @@ class FixedRendezvous(StaticTCPRendezvous):
             _await(store, f"ready/{index}", f"{other} joined and left again")
         if self.next_reminder_s > PATIENCE_S:
             say(f"All {self.world_size} machines are here: {', '.join(map(str, [self.machine, *others]))}.")
-
-    def _refusal(self, others: list[Machine]) -> str | None:
-        for other in others:
-            if other.num_machines != self.world_size:
-                return (
-                    f"{other} was started for {other.num_machines} machines, and {self.machine} for {self.world_size}. "
-                    "Start all with the same num_machines (--nnodes)."
-                )
-        return None
+        return 0
 
     def _missing(self, others: list[Machine]) -> str:
         here, count = [self.machine, *others], self.world_size - 1 - len(others)
-        named = [name for name in os.environ.get(MACHINES, "").replace(",", " ").split() if not _is_among(name, here)]
+        known = {machine.host.partition(".")[0] for machine in here} | {machine.address for machine in here}
+        names = os.environ.get(MACHINES, "").replace(",", " ").split()
+        named = [name for name in names if known.isdisjoint((name, name.partition(".")[0]))]
         who = f" Missing: {', '.join(named)}." if named else ""
         return (
             f"{len(here)} of {self.world_size} machines {'is' if len(here) == 1 else 'are'} here: {', '.join(map(str, here))}."
@@ -323,32 +311,15 @@ def _await(store: Any, key: str, otherwise: str) -> None:
         raise ConfigError(f"{otherwise}. Start the command on all machines again.") from None
 
 
-def _is_among(name: str, machines: list[Machine]) -> bool:
-    short = {machine.host.partition(".")[0] for machine in machines} | {machine.address for machine in machines}
-    return name in short or name.partition(".")[0] in short
-
-
 def owner_of(port: int) -> str:
     """Name the process that listens on a port of this machine, if this user may know it."""
-    for process, connection in _listeners():
-        if connection.laddr.port == port:
-            return f" ({process})"
-    return ""
-
-
-def _listeners() -> Iterator[tuple[str, Any]]:
     import psutil
 
-    try:
-        connections = psutil.net_connections("tcp")
-    except psutil.AccessDenied:
-        return
-    for connection in connections:
-        if connection.status == psutil.CONN_LISTEN and connection.pid:
-            try:
-                yield f"{psutil.Process(connection.pid).name()}, pid {connection.pid}", connection
-            except psutil.NoSuchProcess:
-                continue
+    with suppress(psutil.AccessDenied, psutil.NoSuchProcess):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+                return f" ({psutil.Process(connection.pid).name()}, pid {connection.pid})"
+    return ""
 
 
 def say(text: str) -> None:

@@ -97,11 +97,9 @@ class Job:
             if (value := getattr(self, name)) is not None and not re.fullmatch(r"[\w.,:@%+-]+", value):
                 option = "job-name" if name == "name" else name
                 yield f"--{option} {value!r} has characters that are not allowed in an #SBATCH line."
-        yield from self._problems_of_time()
         if self.config is not None and self.nodes.startswith("1") and self.may_be_one_process:
-            yield f"--config {self.config} is for several processes, but --nodes {self.nodes} {self._each()} may be one."
-
-    def _problems_of_time(self) -> Iterator[str]:
+            each = f"--gpus {self.gpus}" if self.gpus else f"--processes {self.processes_a_node}"
+            yield f"--config {self.config} is for several processes, but --nodes {self.nodes} {each} may be one."
         if (seconds := time_s(self.time)) is None:
             yield f"--time {self.time!r} is not a SLURM time: MINUTES, HH:MM:SS, D-HH or D-HH:MM:SS."
         elif seconds < (least := START_S + EARLY_S + self.grace_s):
@@ -110,9 +108,6 @@ class Job:
                 f"{self.grace_s} to stop, and {EARLY_S} by which SLURM may send its signal early. With less, the job would be "
                 "requeued again and again without training. A bare number means minutes; 2 hours are 2:00:00."
             )
-
-    def _each(self) -> str:
-        return f"--gpus {self.gpus}" if self.gpus else f"--processes {self.processes_a_node}"
 
 
 def time_s(text: str) -> int | None:
@@ -151,8 +146,12 @@ def batch_script(words: list[str], job: Job) -> BatchScript:
     name = job.name or re.sub(r"[^\w.-]+", "-", recipe.recipe)
     cores, notices = job.cores, []
     if cores is None:
-        cores = (2 if job.gpus else 1) + recipe.train.num_workers
-        notices.append(_notice_on_cores(job, cores, recipe.train.num_workers))
+        num_workers = recipe.train.num_workers
+        cores = (2 if job.gpus else 1) + num_workers
+        option, each = ("--cpus-per-gpu", "GPU") if job.gpus else ("--cpus-per-process", "process")
+        workers = f", {num_workers} of them for train.num_workers={num_workers}" if num_workers else ""
+        asks = f"The script asks for {cores} CPU core{'s' if cores > 1 else ''} for each {each}{workers}."
+        notices.append(f"{asks} {option} N asks for more.")
     if job.config is None:
         kind = "--multi_gpu --mixed_precision no --dynamo_backend no"
     else:
@@ -178,13 +177,6 @@ def batch_script(words: list[str], job: Job) -> BatchScript:
         stopped=STOPPED,
     )
     return BatchScript(text, notices)
-
-
-def _notice_on_cores(job: Job, cores: int, num_workers: int) -> str:
-    option = "--cpus-per-gpu" if job.gpus else "--cpus-per-process"
-    each = "GPU" if job.gpus else "process"
-    workers = f", {num_workers} of them for train.num_workers={num_workers}" if num_workers else ""
-    return f"The script asks for {cores} CPU core{'s' if cores > 1 else ''} for each {each}{workers}. {option} N asks for more."
 
 
 def _launch_config(name: str) -> Path:

@@ -238,8 +238,10 @@ def read_result(folder: Path, distributor: TorchDistributor, problem: Exception 
     num_processes = distributor.num_processes
     folders = [folder / str(rank) for rank in range(num_processes)]
     silent = [path for path in folders if not (path / "error.json").is_file() and not (path / "result.json").is_file()]
-    one_each = distributor.num_tasks == num_processes  # then a task's number is its process's rank
-    if one_each and (killed := folder / str(first_task(problem))) in silent and killed.exists():  # Spark ended the others
+    first = re.search(r"barrier task \w+\(\d+, (\d+)\) finished unsuccessfully", str(problem))
+    killed = None if first is None else folder / first[1]
+    # With a task for each process, a task's number is its process's rank. Spark ended the others.
+    if distributor.num_tasks == num_processes and killed is not None and killed in silent and killed.exists():
         raise TrainingError(f"{name_of(killed)} exited unexpectedly: it was killed, or crashed.") from problem
     if (failure := read_failure(folder)) is not None:
         raise failure from problem
@@ -260,12 +262,6 @@ def read_result(folder: Path, distributor: TorchDistributor, problem: Exception 
 def name_of(process_folder: Path) -> str:
     """Name the process that a folder belongs to, whether it created the folder or not."""
     return (process_folder / "who").read_text(encoding="utf-8") if process_folder.exists() else f"Process {process_folder.name}"
-
-
-def first_task(problem: Exception | None) -> str | None:
-    """Return the number of the Spark task that failed first; None if Spark does not say."""
-    match = re.search(r"barrier task \w+\(\d+, (\d+)\) finished unsuccessfully", str(problem))
-    return None if match is None else match[1]
 
 
 def telling_line(error: Exception) -> str:
