@@ -98,10 +98,11 @@ def tolerance_of(device: torch.device, dtype: torch.dtype | None = None) -> floa
     return EXACT if dtype is None and not rounds_float32 else ROUGH
 
 
-def alike(one: Any, other: Any, tolerance: float, mask_BT: Tensor | None = None) -> bool:
+def alike(one: Any, other: Any, tolerance: float, mask_BT: Tensor | None = None, floor: float = 1.0) -> bool:
     """Return whether two outputs of a model, of any structure, hold the same tensors but for rounding.
 
     Args:
+        tolerance: largest difference, relative to the largest value of ``one``, or to ``floor`` if that is larger.
         mask_BT: not 0 for real tokens. Of tensors with a value for each token, only those of real ones are compared.
     """
     pairs = [[value for value in tree_leaves(_without_cache(each)) if isinstance(value, Tensor)] for each in (one, other)]
@@ -113,7 +114,7 @@ def alike(one: Any, other: Any, tolerance: float, mask_BT: Tensor | None = None)
         if mask_BT is not None and first.shape[:2] == mask_BT.shape:
             first, second = (value[mask_BT.bool().to(value.device)] for value in (first, second))
         if first.numel():
-            largest = max(1.0, float(first.float().abs().max()))
+            largest = max(floor, float(first.float().abs().max()))
             if not bool((first.float() - second.float()).abs().max() <= tolerance * largest):
                 return False
     return True

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from hftune.config import Recipe
 from hftune.config.sections import ParallelConfig
@@ -115,8 +116,7 @@ class StageMemory:
     """Part of the peak: gradients of parameters that did not exist before."""
     split: int
     """With zero_bubble, whose backward passes have two halves: what the first half leaves for the second besides ``kept``, the
-    gradients of activations. Not measured, but some 5/8 of ``kept``: within 8 % of a step that was followed pass by pass, for
-    two models. The first stage has no first half."""
+    gradients of activations. The first stage has no first half."""
 
 
 class PipelineMeter:
@@ -202,8 +202,8 @@ class PipelineMeter:
             for count, memories in zip(counts, measured, strict=True):
                 held = memories[index : index + count]
                 kept += sum(memory.kept for memory in held) + sum(memory.split for memory in held[:waiting])
-            computed = max((memories[index] for memories in measured), key=lambda memory: memory.peak - memory.kept)
-            kept += computed.split
+            now = min(index + waiting, len(micro_batches) - 1)  # those before it wait for their second half
+            computed = max((memories[now] for memories in measured), key=lambda memory: memory.peak - memory.kept)
             if (total := existing + kept - computed.kept + computed.peak) > peak:
                 peak, gradients_at_peak = total, existing + computed.gradients
         whole = weights + moments + average + receive + batch + peak
@@ -229,13 +229,16 @@ class PipelineMeter:
                     before = counter.live
                     counter.peak = before
                     output = stage(None if stage.is_first else received, index)
-                    kept = counter.live - before
-                    if stage.is_last:
-                        output.sum().backward()
+                    kept, split = counter.live - before, 0
+                    given = None if stage.is_last else [gradient]
+                    if self.config.schedule == "zero_bubble" and not stage.is_first:
+                        halves = stage_backward_input([output], given, [received], stage.parameters())[1]
+                        del output
+                        split = counter.live - before - kept
+                        stage_backward_weight(stage.parameters(), halves)
                     else:
-                        output.backward(gradient)
-                    del output
-                split = kept * 5 // 8 if self.config.schedule == "zero_bubble" and not stage.is_first else 0
+                        torch.autograd.backward([output], given)
+                        del output
                 known[shapes] = StageMemory(kept, counter.peak - before, counter.gradients_at_peak - existing, split)
             found.append(known[shapes])
         return found

@@ -97,7 +97,9 @@ def check_stages(model: nn.Module, count: int, split: Sequence[int] | None, inpu
                     )
         except (RuntimeError, TypeError, AttributeError, ValueError, IndexError) as error:
             raise ConfigError(f"{name} cannot be cut into stages: {first_line(error)}. {HOW}") from error
-        if not alike(expected, outputs, 10 * EXACT):  # kernels round differently if they see different strides
+        # Kernels round differently if they see different strides. Layers compute with numbers around 1, which float32 rounds to
+        # 1e-7: so 1e-6 is nothing, however small the outputs.
+        if not alike(expected, outputs, 10 * EXACT, floor=0.01):
             raise ConfigError(
                 f"{name} cannot be cut into stages: run one after the other, they do not return what the whole model returns. "
                 f"{HOW}"
