@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import datasets
 import numpy as np
@@ -50,14 +50,23 @@ class Layout:
 
     size: int
     """Height and width in pixels."""
-    num_channels: int
-    """1 (grey) or 3 (red, green, blue)."""
     resize: bool
     """Whether to scale and crop images of other sizes instead of refusing them."""
+    mean: tuple[float, ...]
+    """Of the pixel values, which are in [0, 1]: one number (grey) or three (red, green, blue)."""
+    std: tuple[float, ...]
+
+    is_bgr: ClassVar[bool] = False
+    resample: ClassVar[int] = int(Image.Resampling.BILINEAR)
+    """Pillow's number of the filter that scales images."""
 
     @property
-    def key(self) -> Layout:
-        return self
+    def num_channels(self) -> int:
+        return len(self.mean)
+
+    @property
+    def key(self) -> tuple[int, int, bool]:
+        return self.size, self.num_channels, self.resize
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -18,12 +18,11 @@ from hftune.data.columns import TEXTS, Role
 from hftune.errors import ConfigError, DataError
 from hftune.hooks import Hooks
 from hftune.metrics.records import directions, rouge_names
-from hftune.tasks.language_modeling import perplexity
-from hftune.tasks.text import MAX_SHOWN, NO_LABEL, TextTask, beginning, count_labels, head_loss, head_losses, pieces
+from hftune.tasks.language_modeling import perplexity, token_rows
+from hftune.tasks.text import MAX_SHOWN, NO_LABEL, TokenTask, beginning, pieces
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from torch import Tensor
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
     from transformers.generation import BaseStreamer
 
@@ -42,7 +41,7 @@ MAX_REPLY_TOKENS = 1024
 
 
 @dataclass
-class Chats(TextTask):
+class Chats(TokenTask):
     """Learn to answer in chats. The loss is cross-entropy of the answers, each with the token that ends it; an item is a token.
 
     Every trained token is predicted from the very tokens that inference would feed. A chat is one sample where its template
@@ -88,9 +87,8 @@ class Chats(TextTask):
         "prompt": Role("text or messages", ("prompt", "question", "instruction"), optional_in={"train"}, usual_inputs=TEXTS)
     }
     fold_rows = None  # a chat may be several samples
-    scored_head = True
     settled_fields = ("date",)
-    libraries = (*TextTask.libraries, "hftune.data.chats", "hftune.data.tokenized", "hftune.models.generation")
+    libraries = (*TokenTask.libraries, "hftune.data.chats", "hftune.data.tokenized", "hftune.models.generation")
 
     @property
     def metric_directions(self) -> dict[str, Direction | None]:  # type: ignore[override]  # depends on scores
@@ -104,10 +102,8 @@ class Chats(TextTask):
     def sample_fields(self) -> Sequence[str]:
         return ("prompt", "answer", "perplexity" if self.generation is None else "generated")
 
-    def validate(self) -> list[str]:
-        return [*super().validate(), *self._problems()]
-
-    def _problems(self) -> Iterator[str]:
+    def field_problems(self) -> Iterator[str]:
+        yield from super().field_problems()
         if (self.prompt_column is None) != (self.completion_column is None):
             missing = "prompt" if self.prompt_column is None else "completion"
             yield f"task.{missing}_column is missing: set both columns, or messages_column instead."
@@ -197,9 +193,19 @@ class Chats(TextTask):
         many answers of the row were cut, in the first of its samples."""
         if self.chat_format.dated:
             self.date = self.chat_format.today.isoformat()
+        import numpy as np
+
         found = {split: self.tokenized(split) for split in self.rows}
         for split, samples in found.items():
-            self._check_lengths(split, samples)
+            lengths = self.lengths(samples)
+            if count := int((lengths > self.max_length).sum()):  # where such chats are dropped or cut, none is left
+                worst = int(lengths.argmax())
+                row = self.row_of(split)(int(np.asarray(samples.column("row"))[worst]))
+                raise DataError(
+                    f"The {split} split has {count:,} {'chat' if count == 1 else 'chats'} longer than task.max_length="
+                    f"{self.max_length} tokens; the longest has {lengths[worst]:,}, at row {row}. Raise it, or set "
+                    "task.too_long=drop to leave these chats out, or cut to leave out their last turns."
+                )
         return found
 
     def tokenized(self, split: str) -> Texts:
@@ -225,21 +231,6 @@ class Chats(TextTask):
         depends_on = [rows._fingerprint, tokenizer_key(tokenizer), self.read_columns, self.chat_format.key, settings]
         return cached_texts(["chats", *depends_on], make)
 
-    def _check_lengths(self, split: str, samples: Texts) -> None:
-        """Refuse chats that are too long, or raise DataError; where they are dropped or cut, none is left."""
-        import numpy as np
-
-        lengths = self.lengths(samples)
-        long = lengths > self.max_length
-        if long.any():
-            worst = int(lengths.argmax())
-            row, count = self.row_of(split)(int(np.asarray(samples.column("row"))[worst])), int(long.sum())
-            raise DataError(
-                f"The {split} split has {count:,} {'chat' if count == 1 else 'chats'} longer than task.max_length="
-                f"{self.max_length} tokens; the longest has {lengths[worst]:,}, at row {row}. Raise it, or set "
-                "task.too_long=drop to leave these chats out, or cut to leave out their last turns."
-            )
-
     def mixture(self, dataset: Any) -> list[tuple[int, float]] | None:
         if self.mixed is None:
             return None
@@ -256,12 +247,30 @@ class Chats(TextTask):
         return [*zip(counts, self.mixed.weights, strict=True)]
 
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
+        import numpy as np
+
         from hftune.data import notices
 
         messages = super().notices(datasets, model)
         messages += notices.shared({split: samples.column("input_ids") for split, samples in datasets.items()}, "chats")
         for split, samples in datasets.items():
-            messages += self._changed_chats(split, samples)
+            total, used = len(self.rows[split]), len(np.unique(np.asarray(samples.column("row"))))
+            if used < total:
+                messages.append(
+                    f"Dropped {total - used:,} of {total:,} chats of the {split} split, longer than "
+                    f"task.max_length={self.max_length} tokens."
+                )
+            lost = np.asarray(samples.column("lost"))
+            if lost.any():
+                messages.append(
+                    f"Cut {int((lost > 0).sum()):,} of {total:,} chats of the {split} split to task.max_length="
+                    f"{self.max_length} tokens: {int(lost.sum()):,} answers are left out."
+                )
+            if len(samples) > used:
+                messages.append(
+                    f"The {used:,} chats of the {split} split are {len(samples):,} samples: the template writes earlier turns "
+                    "differently once a later one follows."
+                )
         if self.chat_format.dated:
             messages.append(f"The chat template writes the date: task.date={self.date}, in all chats and after a resume.")
         new = sorted({*self.chat_format.stops} - {*_as_list(self.own_generation.eos_token_id)})
@@ -269,28 +278,6 @@ class Chats(TextTask):
             names = ", ".join(self.text_tokenizer.convert_ids_to_tokens(new))
             messages.append(f"Generation with the trained model stops at {names} as well, which ends the template's answers.")
         return messages
-
-    def _changed_chats(self, split: str, samples: Texts) -> Iterator[str]:
-        """Yield how many chats of a split were dropped, cut, or made into several samples."""
-        import numpy as np
-
-        total, used = len(self.rows[split]), len(np.unique(np.asarray(samples.column("row"))))
-        if used < total:
-            yield (
-                f"Dropped {total - used:,} of {total:,} chats of the {split} split, longer than "
-                f"task.max_length={self.max_length} tokens."
-            )
-        lost = np.asarray(samples.column("lost"))
-        if lost.any():
-            yield (
-                f"Cut {int((lost > 0).sum()):,} of {total:,} chats of the {split} split to task.max_length={self.max_length} "
-                f"tokens: {int(lost.sum()):,} answers are left out."
-            )
-        if len(samples) > used:
-            yield (
-                f"The {used:,} chats of the {split} split are {len(samples):,} samples: the template writes earlier turns "
-                "differently once a later one follows."
-            )
 
     # Model
 
@@ -329,32 +316,25 @@ class Chats(TextTask):
     def inputs(self, batch: Batch) -> dict[str, Any]:
         return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
 
-    def loss(self, outputs: Any, target: Tensor) -> Tensor:
-        return head_loss(outputs, target)
-
-    def num_items(self, target: Tensor) -> int:
-        return count_labels(target)
-
     # Evaluation
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Return rows of prompt (its end), answer (the last one), tokens (number trained), loss (sum over them), perplexity,
         and generated, if the recipe has settings for it."""
-        ids, labels_NT = batch["input_ids"].tolist(), batch["labels"]
-        losses_N = head_losses(outputs, labels_NT).sum(1).tolist()
-        counts_N = (labels_NT != NO_LABEL).sum(1).tolist()
-        pairs = [last_answer(*sample) for sample in zip(ids, labels_NT.tolist(), strict=True)]
-        rows: list[dict[str, Any]] = [
-            {
-                "prompt": ending(self._text(prompt).strip()),
-                "answer": self._text(answer),
-                **{"tokens": count, "loss": loss, "perplexity": perplexity(loss, count)},
-            }
-            for (prompt, answer), count, loss in zip(pairs, counts_N, losses_N, strict=True)
-        ]
+        prompts, rows = [], []
+        for ids, labels, row in zip(
+            batch["input_ids"].tolist(), batch["labels"].tolist(), token_rows(outputs, batch["labels"]), strict=True
+        ):
+            start = end = max(place for place, label in enumerate(labels) if label != NO_LABEL)
+            while start > 0 and labels[start - 1] != NO_LABEL:  # to where the last answer begins
+                start -= 1
+            prompts.append(ids[: start + 1])
+            prompt, answer = self._text(prompts[-1]).strip(), self._text(labels[start : end + 1])
+            shown = prompt if len(prompt) <= MAX_SHOWN else f"\N{HORIZONTAL ELLIPSIS}{prompt[1 - MAX_SHOWN :]}"
+            rows.append({"prompt": shown, "answer": beginning(answer) if self.generation is None else answer, **row})
         if self.generation is None:
-            return [{**row, "answer": beginning(row["answer"])} for row in rows]
-        texts = self._generate(model, [prompt for prompt, _ in pairs], self._evaluation_settings(model.generation_config))
+            return rows
+        texts = self._generate(model, prompts, self._evaluation_settings(model.generation_config))
         return [{**row, "generated": text} for row, text in zip(rows, texts, strict=True)]
 
     def _text(self, ids: Sequence[int]) -> str:
@@ -547,20 +527,6 @@ def chat_of(
     names = [columns[key] for key in ("messages_column", "prompt_column", "completion_column") if key in columns]
     tools = columns.get("tools_column")
     return messages_of(row, names, completion_only=completion_only), None if tools is None else tools_of(row, tools)
-
-
-def last_answer(input_ids: Sequence[int], labels: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the last trained run of a sample, and the tokens before it, from which it is generated."""
-    end = max(place for place, label in enumerate(labels) if label != NO_LABEL)
-    start = end
-    while start > 0 and labels[start - 1] != NO_LABEL:
-        start -= 1
-    return list(input_ids[: start + 1]), list(labels[start : end + 1])
-
-
-def ending(text: str) -> str:
-    """Return the last MAX_SHOWN characters of a text, with an ellipsis if there are more."""
-    return text if len(text) <= MAX_SHOWN else f"\N{HORIZONTAL ELLIPSIS}{text[1 - MAX_SHOWN :]}"
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -70,7 +70,15 @@ class DatasetTask(Task):
     """Keys to set if the Hub cannot be reached."""
 
     def validate(self) -> list[str]:
-        return [*self.data_problems(), *self._name_problems()]
+        return [*self.field_problems()]
+
+    def field_problems(self) -> Iterator[str]:
+        """Yield what is wrong with the fields, for ``validate``."""
+        yield from self.data_problems()
+        for field in ("label_names", "label_columns"):
+            for name, count in Counter(getattr(self, field, None) or ()).items():
+                if count > 1:  # classes of one name could not be told apart
+                    yield f"task.{field} lists {format_value(name)} {count} times. Give each class a name of its own."
 
     def data_problems(self) -> Iterator[str]:
         """Yield what is wrong with the keys that say where the rows come from, and which of them are evaluated on."""
@@ -79,13 +87,6 @@ class DatasetTask(Task):
         yield from self.source.problems(needs_eval)
         if needs_eval and self.eval_split is None and not self.data_files and ":" not in (self.dataset or ""):
             yield f"task.eval_split=null names no evaluation data. Name a split, {NO_EVAL_DATA}."
-
-    def _name_problems(self) -> Iterator[str]:
-        """Yield a sentence for each name that is listed twice: classes of one name could not be told apart."""
-        for field in ("label_names", "label_columns"):
-            for name, count in Counter(getattr(self, field, None) or ()).items():
-                if count > 1:
-                    yield f"task.{field} lists {format_value(name)} {count} times. Give each class a name of its own."
 
     # Where the rows come from
 
@@ -263,3 +264,8 @@ class DatasetTask(Task):
         """Return the first two rows that are evaluated on, or else trained on, as examples."""
         rows = self.rows.get("eval", self.rows["train"])
         return rows.select(range(min(2, len(rows))))
+
+    def example_inputs(self) -> list:
+        """Return what ``some_rows`` hold in the columns of the first role, as raw inputs."""
+        columns = [self.some_rows()[column] for column in self.columns_for(next(iter(self.columns)))]
+        return list(columns[0]) if len(columns) == 1 else [list(values) for values in zip(*columns, strict=True)]

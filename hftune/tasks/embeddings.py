@@ -7,7 +7,7 @@ Shape suffixes: B samples, K texts of each (anchor, positive, hard negatives), N
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -87,18 +87,14 @@ class Embeddings(TextTask, BatchLossTask):
     def sample_fields(self) -> Sequence[str]:
         return ("anchor", "positive", *(("score", "similarity") if self.score_column is not None else ("nearest", "rank")))
 
-    def validate(self) -> list[str]:
-        problems = super().validate()
+    def field_problems(self) -> Iterator[str]:
+        yield from super().field_problems()
         for name in self.prefixes:
             if name not in PREFIXES:
-                hint = did_you_mean(name, PREFIXES)
-                problems.append(f"task.prefixes.{name} is not one of {', '.join(PREFIXES)}.{hint}")
+                yield f"task.prefixes.{name} is not one of {', '.join(PREFIXES)}.{did_you_mean(name, PREFIXES)}"
         columns = [name for name in (self.anchor_column, self.positive_column, *self.negative_columns) if name is not None]
         if repeated := sorted({name for name in columns if columns.count(name) > 1}):
-            problems.append(
-                f"Column {repeated[0]!r} is named twice by task.anchor_column, positive_column and negative_columns."
-            )
-        return problems
+            yield f"Column {repeated[0]!r} is named twice by task.anchor_column, positive_column and negative_columns."
 
     # Data
 
@@ -123,16 +119,15 @@ class Embeddings(TextTask, BatchLossTask):
         """Return a number for each text, the same for equal texts, (N, K) int64, and the scores, unless it is for training."""
         import numpy as np
 
-        rows = self.rows[split]
-        texts = {"texts": np.stack([[number_of(text) for text in rows[column]] for column in self.text_columns_read], axis=1)}
-        return texts | ({"score": self._scores(split)} if split != "train" and self.score_column is not None else {})
-
-    def _scores(self, split: str) -> np.ndarray:
-        import numpy as np
-
         from hftune.data.columns import check_column, is_number
 
-        rows, column = self.rows[split], str(self.score_column)
+        def number_of(text: str) -> int:  # 64 bits of its hash
+            return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big", signed=True)
+
+        rows, column = self.rows[split], self.score_column
+        texts = {"texts": np.stack([[number_of(text) for text in rows[name]] for name in self.text_columns_read], axis=1)}
+        if split == "train" or column is None:
+            return texts
         check_column(rows, "task.score_column", column, split)
         if not is_number(rows.features[column]):
             raise DataError(
@@ -142,7 +137,7 @@ class Embeddings(TextTask, BatchLossTask):
         if bad := np.flatnonzero(~np.isfinite(scores)).tolist():
             where = f"column {column!r} at row {self.row_of(split)(bad[0])}"
             raise DataError(f"The {split} split has no finite number in {where}. Remove such rows.")
-        return scores
+        return {**texts, "score": scores}
 
     def lengths(self, dataset: Any) -> np.ndarray:
         """Return the tokens of all texts of each sample."""
@@ -238,7 +233,7 @@ class Embeddings(TextTask, BatchLossTask):
         import numpy as np
         import torch
 
-        from hftune.metrics.retrieval import spearman
+        from hftune.metrics.retrieval import mrr_at, rank_positives, recall_at, spearman
 
         vectors_BKD, texts_BK = (np.stack([row.pop(name) for row in rows]) for name in ("vectors", "texts"))
         with torch.no_grad():
@@ -248,16 +243,11 @@ class Embeddings(TextTask, BatchLossTask):
             row["similarity"] = similarity
         if self.score_column is not None:
             return {"loss": loss, "spearman": spearman(similarities_B.astype(float), np.array([row["score"] for row in rows]))}
-        return {"loss": loss, **self._retrieval(rows, vectors_BKD, texts_BK)}
-
-    def _retrieval(self, rows: list[dict[str, Any]], vectors_BKD: np.ndarray, texts_BK: np.ndarray) -> dict[str, float]:
-        from hftune.metrics.retrieval import mrr_at, rank_positives, recall_at
-
         found = rank_positives(vectors_BKD[:, 0], vectors_BKD[:, 1], texts_BK[:, 0].tolist(), texts_BK[:, 1].tolist())
         for row, rank, nearest in zip(rows, found.ranks_N.tolist(), found.nearest_N.tolist(), strict=True):
             row |= {"rank": rank, "nearest": nearest, "error": 1 - 1 / rank}
         recalls = {f"recall_at_{k}": recall_at(found.ranks_N, k) for k in RECALL_AT}
-        return {**recalls, "mrr_at_10": mrr_at(found.ranks_N, 10)}
+        return {"loss": loss, **recalls, "mrr_at_10": mrr_at(found.ranks_N, 10)}
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows with the beginning of both texts, and that of the document that is most similar to the anchor."""
@@ -302,9 +292,6 @@ class Embeddings(TextTask, BatchLossTask):
     def load(self, directory: Path) -> PreTrainedModel:
         return prepared(super().load(directory), str(directory))
 
-    def example_inputs(self) -> list[str]:
-        return self.some_rows()[self.read_columns["anchor_column"]]
-
     def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Return the embedding of each text as it is, without a prefix: a list of D numbers, of length 1."""
         from hftune.data.tokenized import Ragged, to_ids
@@ -320,11 +307,6 @@ class Embeddings(TextTask, BatchLossTask):
 def ids_of(index: int) -> str:
     """Return the name of the column with the tokens of a sample's texts: 0 the anchors, 1 the positives."""
     return f"input_ids_{index}"
-
-
-def number_of(text: str) -> int:
-    """Return a number for a text: 64 bits of its hash."""
-    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big", signed=True)
 
 
 def prepared(model: PreTrainedModel, name: str | None) -> PreTrainedModel:

@@ -23,11 +23,10 @@ from hftune.tasks.problems import SingleLabel
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
     from hftune.data.images import Form, Images, SeveralSizes
     from hftune.data.labels import Classes
-    from hftune.models.image_processor import Preparation
     from hftune.task import Batch, Direction
 
 MIN_SIDE = 16
@@ -111,40 +110,30 @@ class ImageClassification(ImageTask):
         has_few = "_images" in vars(self) and len(self.labels) <= MAX_FEW
         return directions("accuracy", "macro_f1", "mcc", *(() if has_few else ("top5_accuracy",)))
 
-    def validate(self) -> list[str]:
-        return [*super().validate(), *self._normalization_problems(), *self._augmentation_problems()]
-
     @property
     def _is_of_transformers(self) -> bool:
         """Whether the model is one of transformers, pretrained or new, rather than a network."""
         return self.model is not None or bool(self.model_config)
 
-    def network_problems(self) -> Iterator[str]:
+    def field_problems(self) -> Iterator[str]:
         from hftune.data.files import model_folder_problems
 
-        yield from super().network_problems()
-        if not self._is_of_transformers:
-            return
-        yield from model_folder_problems(self.model, self.model_config, "vit")
-        name = f"task.model={self.model}" if self.model is not None else "task.model_config"
-        if self.network is not None:
-            yield f"task.network={self.network} and {name} exclude each other. Set one of them to null."
-        defaults = {item.name: item.default for item in fields(self)}
-        for field_name in ("width", "dropout"):
-            if (value := getattr(self, field_name)) != defaults[field_name]:
-                yield (
-                    f"task.{field_name}={value} is for hftune's ConvNet, but {name} is set. Leave it out, or use "
-                    "task.model_config."
-                )
-        if self.mean is not None and len(self.mean) == 1:
-            yield f"task.mean={self.mean} is for grey images, but {name} is given RGB. Give three numbers, or null."
-
-    def _normalization_problems(self) -> Iterator[str]:
+        yield from super().field_problems()
         mean, std = self.mean, self.std
+        if self._is_of_transformers:
+            yield from model_folder_problems(self.model, self.model_config, "vit")
+            if self.network is not None:
+                yield f"task.network={self.network} and {self._model_name} exclude each other. Set one of them to null."
+            for item in fields(self):
+                if item.name in ("width", "dropout") and (value := getattr(self, item.name)) != item.default:
+                    yield (
+                        f"task.{item.name}={value} is for hftune's ConvNet, but {self._model_name} is set. Leave it out, or "
+                        "use task.model_config."
+                    )
+            if mean is not None and len(mean) == 1:
+                yield f"task.mean={mean} is for grey images, but {self._model_name} is given RGB. Give three numbers, or null."
         if (mean is None) != (std is None) or (mean is not None and (len(mean) not in (1, 3) or len(std or ()) != len(mean))):
             yield f"task.mean={mean} and task.std={std} must both hold one number (grey) or three (red, green, blue)."
-
-    def _augmentation_problems(self) -> Iterator[str]:
         for name, value in (self.augmentation or {}).items():
             if name not in MAX_AMOUNTS:
                 hint = did_you_mean(name, MAX_AMOUNTS)
@@ -178,8 +167,13 @@ class ImageClassification(ImageTask):
         return f"task.model={self.model}" if self.model is not None else "task.model_config"
 
     @cached_property
-    def _preparation(self) -> Preparation:
-        """How the image processor of the model prepares images."""
+    def _form(self) -> Any:
+        """Form of the images that the model is given: a Preparation, as its image processor does it, or a Layout."""
+        from hftune.data.images import Layout
+
+        if not self._is_of_transformers:
+            mean, std = tuple(self.mean or MNIST_MEAN), tuple(self.std or MNIST_STD)
+            return Layout(self.image_size or MNIST_SIZE, self.resize, mean, std)
         from hftune.models.image_processor import DEFAULT_SIZE, Preparation, load_image_processor, new_image_processor
 
         config = self._config
@@ -190,23 +184,6 @@ class ImageClassification(ImageTask):
             side = self.image_size or (own if isinstance(own, int) else DEFAULT_SIZE)
             processor = new_image_processor(side, self.mean, self.std)
         return Preparation(processor, self._model_name)
-
-    @cached_property
-    def _form(self) -> Form:
-        """Form of the images that the model is given."""
-        from hftune.data.images import Layout
-
-        if self._is_of_transformers:
-            return self._preparation
-        return Layout(self.image_size or MNIST_SIZE, len(self._mean), self.resize)
-
-    @property
-    def _mean(self) -> Sequence[float]:
-        return self._preparation.mean if self._is_of_transformers else self.mean or MNIST_MEAN
-
-    @property
-    def _std(self) -> Sequence[float]:
-        return self._preparation.std if self._is_of_transformers else self.std or MNIST_STD
 
     @property
     def _training_form(self) -> Form:
@@ -276,14 +253,10 @@ class ImageClassification(ImageTask):
         from hftune.models.convnet import ConvNet
         from hftune.models.custom import Classifier, build_network
 
-        if self._is_of_transformers:
-            return self._build_classifier()
-        if self.network is not None:
-            return Classifier(build_network(self.network, self.network_args), len(self.labels))
-        return ConvNet(**self._network(len(self.labels)))
-
-    def _build_classifier(self) -> PreTrainedModel:
-        """Load the model with a head for the classes, or build a new one."""
+        if not self._is_of_transformers:
+            if self.network is not None:
+                return Classifier(build_network(self.network, self.network_args), len(self.labels))
+            return ConvNet(**self._network(len(self.labels)))
         from transformers import AutoModelForImageClassification
 
         from hftune.models.image_processor import check_takes
@@ -293,7 +266,7 @@ class ImageClassification(ImageTask):
         config = deepcopy(self._config)
         config.id2label, config.label2id = names, {name: number for number, name in names.items()}
         model = load_model(AutoModelForImageClassification, self.model, config, self.model_commit)
-        check_takes(model, self._preparation, self._model_name)
+        check_takes(model, self._form, self._model_name)
         return model
 
     def _network(self, num_classes: int) -> dict[str, Any]:
@@ -308,6 +281,8 @@ class ImageClassification(ImageTask):
         return self._classes.counts(dataset.labels)
 
     def notices(self, datasets: Mapping[str, Images | SeveralSizes], model: nn.Module) -> list[str]:
+        from datasets import Image
+
         from hftune.data import notices
 
         info = self.rows["train"].info
@@ -315,26 +290,20 @@ class ImageClassification(ImageTask):
         messages += self._classes.notices()
         pixels = {split: getattr(images, "pixels_NHWC", None) for split, images in datasets.items()}
         if self._is_of_transformers or any(arrays is None for arrays in pixels.values()):
-            return [*messages, *(self._model_notices() if self._is_of_transformers else ()), *self._shared_files()]
+            messages += self._model_notices() if self._is_of_transformers else ()
+            column = self.read_columns["image_column"]
+            encoded = {split: rows.cast_column(column, Image(decode=False))[column] for split, rows in self.rows.items()}
+            return [*messages, *notices.shared_files(encoded)]
         if sum(pixels_NHWC.nbytes for pixels_NHWC in pixels.values()) > notices.MAX_BYTES:
             return messages
         return [*messages, *notices.shared(pixels, "images")]
-
-    def _shared_files(self) -> list[str]:
-        from datasets import Image
-
-        from hftune.data import notices
-
-        column = self.read_columns["image_column"]
-        encoded = {split: rows.cast_column(column, Image(decode=False))[column] for split, rows in self.rows.items()}
-        return notices.shared_files(encoded)
 
     def _model_notices(self) -> Iterator[str]:
         """Say how images are prepared, and where the head comes from."""
         from hftune.data.images import Uncropped
 
         height, width, _ = self._form.shape
-        mean, std = (", ".join(f"{value:.3g}" for value in values) for values in (self._mean, self._std))
+        mean, std = (", ".join(f"{value:.3g}" for value in values) for values in (self._form.mean, self._form.std))
         where = "as its image processor prepares them" if self.model is not None else "scaled without keeping their aspect"
         yield f"{self._model_name}: images are RGB, {height} x {width} pixels, {where}; mean {mean}; standard deviation {std}."
         if isinstance(form := self._training_form, Uncropped):
@@ -382,13 +351,10 @@ class ImageClassification(ImageTask):
         return {**example, "image": mixed_HWC, "other_label": other["label"], "share": share}
 
     def _varied(self, pixels_HWC: np.ndarray, rng: np.random.RandomState) -> np.ndarray:
-        from PIL import Image
-
         from hftune.data.image_augmentation import vary
 
-        resample = self._preparation.resample if self._is_of_transformers else int(Image.Resampling.BILINEAR)
-        fill = [round(255 * value) for value in self._mean]
-        return vary(pixels_HWC, self.augmentation or {}, self._form.shape[:2], resample, fill, rng)
+        fill = [round(255 * value) for value in self._form.mean]
+        return vary(pixels_HWC, self.augmentation or {}, self._form.shape[:2], self._form.resample, fill, rng)
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
         """Stack and normalize: pixel_values, or image for networks, (N, C, H, W) float32.
@@ -397,14 +363,21 @@ class ImageClassification(ImageTask):
         """
         import numpy as np
         import torch
+        from torch.nn.functional import one_hot
 
         pixels_NHWC = torch.from_numpy(np.stack([self._whole(example["image"]) for example in examples]))
         # A copy, although grey images already have this layout: with unusual strides, DDP would warn about the gradients.
         pixels_NCHW = pixels_NHWC.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
-        if self._is_bgr:
+        if self._form.is_bgr:
             pixels_NCHW = pixels_NCHW.flip(1)
         mean_C11, std_C11 = self._normalization()
-        return {self._input: (pixels_NCHW.float() / 255 - mean_C11) / std_C11, "labels": self._targets(examples)}
+        labels = torch.tensor([example["label"] for example in examples])
+        if "share" in examples[0]:
+            share_N1 = torch.tensor([[example["share"]] for example in examples])
+            other_N = torch.tensor([example["other_label"] for example in examples])
+            one_NK, other_NK = (one_hot(values_N, len(self.labels)) for values_N in (labels, other_N))
+            labels = share_N1 * one_NK + (1 - share_N1) * other_NK
+        return {self._input: (pixels_NCHW.float() / 255 - mean_C11) / std_C11, "labels": labels}
 
     def _whole(self, pixels_HWC: np.ndarray) -> np.ndarray:
         """Return an image that ``augment`` should crop, but did not see, at the model's size."""
@@ -417,27 +390,11 @@ class ImageClassification(ImageTask):
         """Name of the model's argument."""
         return "pixel_values" if self._is_of_transformers else "image"
 
-    @property
-    def _is_bgr(self) -> bool:
-        return self._is_of_transformers and self._preparation.is_bgr
-
     def _normalization(self) -> Iterator[Tensor]:
         """Yield mean and std, (C, 1, 1) float32."""
         import torch
 
-        return (torch.tensor(values)[:, None, None] for values in (self._mean, self._std))
-
-    def _targets(self, examples: list[dict[str, Any]]) -> Tensor:
-        import torch
-        from torch.nn.functional import one_hot
-
-        labels_N = torch.tensor([example["label"] for example in examples])
-        if "share" not in examples[0]:
-            return labels_N
-        share_N1 = torch.tensor([[example["share"]] for example in examples])
-        other_N = torch.tensor([example["other_label"] for example in examples])
-        one_NK, other_NK = (one_hot(values_N, len(self.labels)) for values_N in (labels_N, other_N))
-        return share_N1 * one_NK + (1 - share_N1) * other_NK
+        return (torch.tensor(values)[:, None, None] for values in (self._form.mean, self._form.std))
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
         return self._problem.loss(logits(outputs), target)
@@ -470,7 +427,7 @@ class ImageClassification(ImageTask):
         """Return the images as the model is given them, in three channels."""
         mean_C11, std_C11 = self._normalization()
         pixels_NCHW = batch[self._input][list(indices)].float().cpu() * std_C11 + mean_C11
-        if self._is_bgr:
+        if self._form.is_bgr:
             pixels_NCHW = pixels_NCHW.flip(1)
         pixels_N3HW = pixels_NCHW.expand(-1, 3, -1, -1)
         return [to_bytes(image_3HW) for image_3HW in pixels_N3HW]
@@ -488,11 +445,11 @@ class ImageClassification(ImageTask):
         """
         if self._is_of_transformers:
             model.save_pretrained(directory)
-            self._preparation.processor.save_pretrained(directory)
+            self._form.processor.save_pretrained(directory)
             return
         super().save(model, directory)
         network = self._network(len(self.labels))
-        inputs = {"mean": list(self._mean), "std": list(self._std)}
+        inputs = {"mean": list(self._form.mean), "std": list(self._form.std)}
         save_config({"model": network, "label_names": self.labels, **inputs}, directory)
 
     def load(self, directory: Path) -> nn.Module:
@@ -501,14 +458,11 @@ class ImageClassification(ImageTask):
         Raises:
             ConfigError: the recipe has a different network.
         """
-        if self._is_of_transformers:
-            return self._load_classifier(directory)
-        config = read_config(directory)
-        check_same_network(config["model"], self._network(len(config["label_names"])), directory)
-        self.label_names = config["label_names"]
-        return super().load(directory)
-
-    def _load_classifier(self, directory: Path) -> PreTrainedModel:
+        if not self._is_of_transformers:
+            saved = read_config(directory)
+            check_same_network(saved["model"], self._network(len(saved["label_names"])), directory)
+            self.label_names = saved["label_names"]
+            return super().load(directory)
         from transformers import AutoModelForImageClassification
 
         from hftune.models.image_processor import Preparation, load_image_processor
@@ -516,7 +470,7 @@ class ImageClassification(ImageTask):
 
         config = saved_config(directory)
         self.label_names = [config.id2label[number] for number in range(config.num_labels)]
-        self._preparation = Preparation(load_image_processor(str(directory), None, None, None, None), str(directory))
+        self._form = Preparation(load_image_processor(str(directory), None, None, None, None), str(directory))
         return load_saved(AutoModelForImageClassification, directory, config)
 
     def example_inputs(self) -> list[np.ndarray]:

@@ -67,10 +67,8 @@ class ImageRestoration(ImageTask):
     fold_rows = None
     metric_directions = directions(*(f"{metric}{region}" for region in REGIONS for metric in ("l1", "psnr", "ssim")))
 
-    def validate(self) -> list[str]:
-        return [*super().validate(), *self._value_problems()]
-
-    def _value_problems(self) -> Iterator[str]:
+    def field_problems(self) -> Iterator[str]:
+        yield from super().field_problems()
         if self.dataset == "idx":
             yield "task.dataset=idx has images and labels, but no masks. Use imagefolder."
         if self.width % 8:

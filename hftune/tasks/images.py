@@ -83,11 +83,8 @@ class ImageTask(DatasetTask):
         # The columns of folders always have the same names.
         return [line for line in super().row_notices() if "chosen from" not in line or self.dataset not in FOLDER_FORMATS]
 
-    def validate(self) -> list[str]:
-        return [*super().validate(), *self.network_problems()]
-
-    def network_problems(self) -> Iterator[str]:
-        """Yield what is wrong with the keys that say what is trained."""
+    def field_problems(self) -> Iterator[str]:
+        yield from super().field_problems()
         if self.network_args and self.network is None:
             yield "task.network_args is for a network of your own: set task.network=package.module.Class."
 

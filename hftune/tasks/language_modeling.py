@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hftune.config.keys import key
 from hftune.errors import ConfigError
 from hftune.metrics.records import directions
-from hftune.tasks.text import NO_LABEL, TextTask, check_inputs, count_labels, head_loss, head_losses, pieces
+from hftune.tasks.text import NO_LABEL, TextTask, TokenTask, check_inputs, head_losses, pieces
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +32,7 @@ TRAINED = ("words", "basic_english")
 
 
 @dataclass
-class LanguageModeling(TextTask):
+class LanguageModeling(TokenTask):
     """Predict the next token. The loss is cross-entropy; an item is a token. The rows of a split are concatenated and cut into
     blocks of block_length tokens. A sample is a block, and every token but the first is predicted exactly once."""
 
@@ -70,44 +70,31 @@ class LanguageModeling(TextTask):
     length_keys = ("block_length",)
     libraries = (*TextTask.libraries, "hftune.data.blocks", "hftune.models.generation", "hftune.models.transformer_lm")
     metric_directions = directions("perplexity")
-    scored_head = True
     sample_fields = ("text", "perplexity")
 
-    def validate(self) -> list[str]:
-        problems = super().validate()
-        if self.datasets_ and self.max_train_samples is not None:
-            problems.append(
-                f"task.max_train_samples={self.max_train_samples} and task.datasets: give the data sets smaller weights."
-            )
-        return problems
-
     def model_problems(self) -> Iterator[str]:
-        from hftune.data.files import model_folder_problems
-
-        yield from model_folder_problems(self.model, self.model_config, example="gpt2")
-        yield from self._tokenizer_problems()
-
-    def _tokenizer_problems(self) -> list[str]:
-        from hftune.data.files import is_folder
+        from hftune.data.files import is_folder, model_folder_problems
         from hftune.data.hub import name_problems
 
+        yield from model_folder_problems(self.model, self.model_config, example="gpt2")
+        if self.datasets_ and self.max_train_samples is not None:
+            yield f"task.max_train_samples={self.max_train_samples} and task.datasets: give the data sets smaller weights."
         kinds = " or ".join(TRAINED)
         if self.tokenizer is None:
             if self.model is None:
-                return [f"task.model=null builds a new model: set task.tokenizer to {kinds}, or to a name or a folder."]
+                yield f"task.model=null builds a new model: set task.tokenizer to {kinds}, or to a name or a folder."
         elif self.tokenizer in TRAINED:
             if self.model is not None:
-                return [
+                yield (
                     f"task.tokenizer={self.tokenizer} builds a vocabulary that does not fit task.model={self.model}. "
                     "Set task.tokenizer=null to use the model's own tokenizer."
-                ]
+                )
         elif is_folder(self.tokenizer) and not Path(self.tokenizer).expanduser().is_dir():
-            return [f"task.tokenizer={self.tokenizer}: there is no such folder."]
+            yield f"task.tokenizer={self.tokenizer}: there is no such folder."
         elif not is_folder(self.tokenizer) and "/" not in self.tokenizer:
-            return [*name_problems("task.tokenizer", self.tokenizer, "model", TRAINED)]
+            yield from name_problems("task.tokenizer", self.tokenizer, "model", TRAINED)
         if self.vocab_size is not None and self.tokenizer not in TRAINED:
-            return [f"task.vocab_size={self.vocab_size} has an effect only with task.tokenizer={kinds}."]
-        return []
+            yield f"task.vocab_size={self.vocab_size} has an effect only with task.tokenizer={kinds}."
 
     @property
     def row_counts(self) -> dict[str, int | None]:
@@ -196,15 +183,13 @@ class LanguageModeling(TextTask):
             messages += notices.mixed(self.mixed, [*map(len, datasets["train"].parts)], "blocks")
         messages += notices.left_out({split: (len(blocks), blocks.total) for split, blocks in datasets.items()}, "blocks")
         inputs = {split: (block["input_ids"] for block in blocks) for split, blocks in datasets.items()}
-        return [*messages, *notices.shared(inputs, "blocks"), *self._unknown_words(datasets)]
-
-    def _unknown_words(self, datasets: Mapping[str, Blocks]) -> list[str]:
-        unknown = self.text_tokenizer.unk_token_id
-        if unknown is None or self.text_tokenizer.unk_token_id == self.text_tokenizer.eos_token_id:
-            return []
-        shares = {split: blocks.share_of(unknown) for split, blocks in datasets.items()}
-        tokens = ", ".join(f"{share:.1%} of {split}" for split, share in shares.items() if share)
-        return [f"Tokens that are {self.text_tokenizer.unk_token}: {tokens}."] if tokens else []
+        messages += notices.shared(inputs, "blocks")
+        tokens = self.text_tokenizer
+        if tokens.unk_token_id not in (None, tokens.eos_token_id):
+            shares = {split: blocks.share_of(tokens.unk_token_id) for split, blocks in datasets.items()}
+            if said := ", ".join(f"{share:.1%} of {split}" for split, share in shares.items() if share):
+                messages.append(f"Tokens that are {tokens.unk_token}: {said}.")
+        return messages
 
     def lengths(self, dataset: Blocks) -> np.ndarray:
         return dataset.lengths
@@ -226,34 +211,21 @@ class LanguageModeling(TextTask):
     def inputs(self, batch: Batch) -> dict[str, Any]:
         return {"input_ids": batch["input_ids"], "use_cache": False}
 
-    def loss(self, outputs: Any, target: Tensor) -> Tensor:
-        return head_loss(outputs, target)
-
     def marked(self, example: Mapping[str, Any]) -> list[tuple[str, bool]]:
         ids = [*map(int, example["input_ids"]), int(example["labels"][-1])]
         return pieces(self.text_tokenizer, ids, [False, *[True] * (len(ids) - 1)])
 
-    def num_items(self, target: Tensor) -> int:
-        return count_labels(target)
-
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Return rows of text (first words of the block), tokens (number predicted), loss (sum over them) and perplexity."""
-        labels_NT = batch["labels"]
-        losses_N = head_losses(outputs, labels_NT).sum(1).tolist()
-        counts_N = (labels_NT != NO_LABEL).sum(1).tolist()
         texts = self.text_tokenizer.batch_decode(batch["input_ids"][:, :12])
-        return [
-            {"text": text, "tokens": count, "loss": loss, "perplexity": perplexity(loss, count)}
-            for text, count, loss in zip(texts, counts_N, losses_N, strict=True)
-        ]
+        return [{"text": text, **row} for text, row in zip(texts, token_rows(outputs, batch["labels"]), strict=True)]
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows with the mean loss of each block's tokens as its error."""
         return [{**row, "error": round(row["loss"] / row["tokens"], 6) if row["tokens"] else 0.0} for row in rows]
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        total = math.fsum(row["loss"] for row in rows)
-        return {"perplexity": perplexity(total, sum(row["tokens"] for row in rows))}
+        return {"perplexity": perplexity(math.fsum(row["loss"] for row in rows), sum(row["tokens"] for row in rows))}
 
     def load(self, directory: Path) -> PreTrainedModel:
         import hftune.models.transformer_lm  # noqa: F401 - registers the classes
@@ -269,34 +241,39 @@ class LanguageModeling(TextTask):
 
     def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Return each text's continuation (``generated``), and its own ``perplexity``, None for a text of a single token."""
-        check_inputs(inputs)
-        return [self._continue(model, text) for text in inputs]
-
-    def _continue(self, model: PreTrainedModel, text: str) -> dict[str, Any]:
-        """Continue a single text, because not every tokenizer can pad on the left."""
         import torch
 
         from hftune.models.pretrained import max_positions
 
-        tokens = self.text_tokenizer
-        ids = torch.tensor(tokens(text, add_special_tokens=False, verbose=False)["input_ids"], device=model.device)
-        maximum = max_positions(model)
-        positions = maximum or len(ids)
-        losses = [
-            head_losses(model(input_ids=block[None, :-1], use_cache=False), block[None, 1:])
-            for start in range(0, len(ids) - 1, positions)
-            if len(block := ids[start : start + positions + 1]) > 1
-        ]
-        new = model.generation_config.max_new_tokens or 20  # the default of generate
-        prompt = ids if maximum is None else ids[-max(1, maximum - new) :]  # as much of the end as leaves room, or one token
-        new = new if maximum is None else min(new, maximum - len(prompt))
-        mask = torch.ones_like(prompt[None])
-        generated = model.generate(prompt[None], attention_mask=mask, max_new_tokens=new)[0, len(prompt) :]
-        total = math.fsum(float(loss_1T.sum()) for loss_1T in losses)
-        return {
-            "generated": tokens.decode(generated, skip_special_tokens=True),
-            "perplexity": round(perplexity(total, len(ids) - 1), 2) if losses else None,
-        }
+        check_inputs(inputs)
+        tokens, maximum, rows = self.text_tokenizer, max_positions(model), []
+        for text in inputs:  # one by one, because not every tokenizer can pad on the left
+            ids = torch.tensor(tokens(text, add_special_tokens=False, verbose=False)["input_ids"], device=model.device)
+            positions = maximum or len(ids)
+            losses = [
+                head_losses(model(input_ids=block[None, :-1], use_cache=False), block[None, 1:])
+                for start in range(0, len(ids) - 1, positions)
+                if len(block := ids[start : start + positions + 1]) > 1
+            ]
+            total = math.fsum(float(loss_1T.sum()) for loss_1T in losses)
+            new = model.generation_config.max_new_tokens or 20  # the default of generate
+            prompt = ids
+            if maximum is not None:
+                prompt = ids[-max(1, maximum - new) :]  # as much of the end as leaves room, or one token
+                new = min(new, maximum - len(prompt))
+            mask = torch.ones_like(prompt[None])
+            generated = model.generate(prompt[None], attention_mask=mask, max_new_tokens=new)[0, len(prompt) :]
+            said = tokens.decode(generated, skip_special_tokens=True)
+            rows.append({"generated": said, "perplexity": round(perplexity(total, len(ids) - 1), 2) if losses else None})
+        return rows
+
+
+def token_rows(outputs: Any, labels_NT: Tensor) -> list[dict[str, Any]]:
+    """Return rows of tokens (number of labels), loss (sum over them) and perplexity."""
+    losses_N = head_losses(outputs, labels_NT).sum(1).tolist()
+    counts_N = (labels_NT != NO_LABEL).sum(1).tolist()
+    columns = zip(counts_N, losses_N, strict=True)
+    return [{"tokens": count, "loss": loss, "perplexity": perplexity(loss, count)} for count, loss in columns]
 
 
 def perplexity(total_loss: float, num_tokens: int) -> float:

@@ -6,17 +6,17 @@ torch, transformers and datasets are imported inside the methods, so that mistyp
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.config.keys import key
 from hftune.data.columns import TEXTS, Role
 from hftune.errors import ConfigError, DataError, did_you_mean
 from hftune.metrics.records import directions, rouge_names
-from hftune.tasks.text import MAX_SHOWN, NO_LABEL, TextTask, check_inputs, count_labels, head_loss, pieces
+from hftune.tasks.text import MAX_SHOWN, NO_LABEL, TokenTask, check_inputs, pieces
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +40,7 @@ HAN_OR_KANA = "[\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff]"
 
 
 @dataclass
-class SourceToTarget(TextTask):
+class SourceToTarget(TokenTask):
     """Base of tasks that write a target text for a source text. An item is a token of the target, its end token included.
 
     Samples have the tokens of both texts, ``source`` and ``target_name``, and ``index``, their row. Texts are generated from
@@ -62,24 +62,19 @@ class SourceToTarget(TextTask):
     """Name of a target in samples and in the rows of an evaluation."""
     source_shown: ClassVar[int] = MAX_SHOWN
     """Characters of a source in the rows of an evaluation."""
-    libraries = (*TextTask.libraries, "hftune.models.generation")
-    scored_head = True
+    libraries = (*TokenTask.libraries, "hftune.models.generation")
     columns: ClassVar[Mapping[str, Role]] = {
         "source": Role("text", SOURCES, usual_inputs=TEXTS),
         "target": Role("text", TARGETS, optional_in={"predict"}),
     }
     length_keys = ("max_source_length", "max_target_length")
 
-    def validate(self) -> list[str]:
-        count = self.generation.get("num_return_sequences")
-        problems = super().validate()
-        if count not in (None, 1):
-            problems.append(f"task.generation.num_return_sequences={count} must be 1: each source has one target.")
+    def field_problems(self) -> Iterator[str]:
+        yield from super().field_problems()
+        if (count := self.generation.get("num_return_sequences")) not in (None, 1):
+            yield f"task.generation.num_return_sequences={count} must be 1: each source has one target."
         if self.source_column is not None and self.source_column == self.target_column:
-            problems.append(
-                f"task.source_column and task.target_column are both {self.source_column}. Name the column of the targets."
-            )
-        return problems
+            yield f"task.source_column and task.target_column are both {self.source_column}. Name the column of the targets."
 
     def source_ids(self, texts: Sequence[str]) -> tuple[list[list[int]], list[bool]]:
         """Return the tokens of each source as the model reads them, and whether they were truncated."""
@@ -126,15 +121,9 @@ class SourceToTarget(TextTask):
         """Return ``inputs``, and keep the cache: texts are generated from it, so that sources are read once."""
         return {**self.inputs(batch), "use_cache": True}
 
-    def loss(self, outputs: Any, target: Tensor) -> Tensor:
-        return head_loss(outputs, target)
-
     def marked(self, example: Mapping[str, Any]) -> list[tuple[str, bool]]:
         source, target = (list(map(int, example[name])) for name in ("source", self.target_name))
         return pieces(self.text_tokenizer, source + target, [False] * len(source) + [True] * len(target))
-
-    def num_items(self, target: Tensor) -> int:
-        return count_labels(target)
 
     def set_generation(self, config: GenerationConfig) -> GenerationConfig:
         """Change generation settings, in place, as the recipe says.
@@ -169,9 +158,6 @@ class SourceToTarget(TextTask):
         if not model.config.is_encoder_decoder:
             ids = ids[:, prompt["input_ids"].shape[1] :]
         return self.text_tokenizer.batch_decode(ids, skip_special_tokens=True)
-
-    def example_inputs(self) -> list[str]:
-        return self.some_rows()[self.read_columns["source_column"]]
 
     def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Return a row for each text, whose ``generated`` is its target."""
@@ -216,14 +202,13 @@ class Seq2Seq(SourceToTarget):
         names = [name for score in known for name in (rouge_names(self.language) if score == "rouge" else [score])]
         return directions(*names, "exact_match", "mean_length", "empty_share")
 
-    def validate(self) -> list[str]:
-        problems = super().validate()
+    def field_problems(self) -> Iterator[str]:
+        yield from super().field_problems()
         if (self.source_language is None) != (self.target_language is None):
             missing = "source" if self.source_language is None else "target"
-            problems.append(f"task.{missing}_language is missing: set both languages or none.")
+            yield f"task.{missing}_language is missing: set both languages or none."
         if re.fullmatch("[a-z]{2,3}", self.language) is None:
-            problems.append(f"task.language={self.language} is not a code of ISO 639-1, such as en, de or zh.")
-        return problems
+            yield f"task.language={self.language} is not a code of ISO 639-1, such as en, de or zh."
 
     @cached_property
     def mixed(self) -> Mixture | None:
@@ -249,7 +234,10 @@ class Seq2Seq(SourceToTarget):
         Raises:
             ConfigError: it needs languages that the recipe does not name, has others, or has none.
         """
-        codes, given = language_codes(tokenizer), {"source": self.source_language, "target": self.target_language}
+        given, codes = {"source": self.source_language, "target": self.target_language}, []
+        if hasattr(tokenizer, "src_lang"):  # it marks texts with their language, unlike those of T5, BART or Marian
+            special = [token for token in tokenizer.all_special_tokens if re.fullmatch(r"[a-z]{2,3}_[A-Za-z]{2,4}", token)]
+            codes = [*(getattr(tokenizer, "lang_code_to_id", None) or special)]
         if not codes:
             if self.source_language is not None:
                 raise ConfigError(
@@ -283,23 +271,20 @@ class Seq2Seq(SourceToTarget):
         from hftune.metrics.translation import CHARACTERS
 
         targets = self.rows.get("eval", self.rows["train"])[:1000][self.read_columns["target_column"]]
-        letters = [letter for text in targets for letter in text if letter.isalpha()]
+        letters, what = [letter for text in targets for letter in text if letter.isalpha()], None
         if "rouge" in self.scores and self.language == "en":
             is_seen = any(re.search("[A-Za-z0-9]", text) for text in targets)
             if not is_seen or 2 * sum(letter.isascii() for letter in letters) < len(letters):
-                self._refuse_language(targets, "[A-Za-z0-9]", "few letters from a to z, and ROUGE for English sees no others")
+                what = "few letters from a to z, and ROUGE for English sees no others"
         is_spaceless = 2 * len(re.findall(HAN_OR_KANA, "".join(letters))) > len(letters)
-        if "bleu" in self.scores and is_spaceless and self.language not in CHARACTERS:
+        if what is None and "bleu" in self.scores and is_spaceless and self.language not in CHARACTERS:
             what = "mostly Chinese or Japanese characters, of which BLEU would count whole sentences as words"
-            self._refuse_language(targets, "[A-Za-z]", what)
-
-    def _refuse_language(self, targets: Sequence[str], expected: str, what: str) -> NoReturn:
-        """Raise a DataError that shows the target with the fewest characters that the language is expected to have."""
-        example = min(targets, key=lambda text: len(re.findall(expected, text)) / (len(text) or 1))
-        raise DataError(
-            f"task.language={self.language}, but the targets have {what}: {example[:20]!r}. Set task.language to their "
-            "language, such as zh."
-        )
+        if what is not None:
+            example = min(targets, key=lambda text: len(re.findall("[A-Za-z0-9]", text)) / (len(text) or 1))
+            raise DataError(
+                f"task.language={self.language}, but the targets have {what}: {example[:20]!r}. Set task.language to their "
+                "language, such as zh."
+            )
 
     def source_ids(self, texts: Sequence[str]) -> tuple[list[list[int]], list[bool]]:
         return super().source_ids([f"{self.prefix or ''}{text}" for text in texts])
@@ -339,7 +324,18 @@ class Seq2Seq(SourceToTarget):
     @cached_property
     def _config(self) -> PreTrainedConfig:
         """The config of the model, with the token that starts a target."""
-        config = self._new_config() if self.model is None else deepcopy(self.named_config)
+        from hftune.models.pretrained import load_config
+
+        if self.model is None:  # with the tokenizer's special tokens; padding starts a target, as T5's does
+            tokens = self.text_tokenizer
+            pad, end = tokens.pad_token_id, tokens.eos_token_id
+            special = {"pad_token_id": pad, "bos_token_id": pad, "eos_token_id": end}
+            special |= {"decoder_start_token_id": pad, "forced_eos_token_id": end}
+            special = {name: token for name, token in special.items() if hasattr(self.named_config, name)}
+            config = load_config(None, {**self.model_config, **special, "vocab_size": len(tokens)})
+            config.decoder_start_token_id = pad  # which T5's config has no field for
+        else:
+            config = deepcopy(self.named_config)
         code, is_first = self._language_token
         # mBART's first version starts a target with the language code that ends it; its later ones force the code instead.
         given = (self.generation.get("decoder_start_token_id"), None if is_first else code)
@@ -349,19 +345,6 @@ class Seq2Seq(SourceToTarget):
             raise ConfigError(
                 f"task.model={self.model} does not say which token starts a target: set task.generation.decoder_start_token_id."
             )
-        return config
-
-    def _new_config(self) -> PreTrainedConfig:
-        """Return the config of a new model, with the tokenizer's special tokens; padding starts a target, as T5's does."""
-        from hftune.models.pretrained import load_config
-
-        tokens = self.text_tokenizer
-        pad, end = tokens.pad_token_id, tokens.eos_token_id
-        special = {"pad_token_id": pad, "bos_token_id": pad, "eos_token_id": end}
-        special |= {"decoder_start_token_id": pad, "forced_eos_token_id": end}
-        known = {name: token for name, token in special.items() if hasattr(self.named_config, name)}
-        config = load_config(None, {**self.model_config, **known, "vocab_size": len(tokens)})
-        config.decoder_start_token_id = pad  # which T5's config has no field for
         return config
 
     @cached_property
@@ -411,9 +394,14 @@ class Seq2Seq(SourceToTarget):
         from torch import nn
         from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
+        def shifted(labels_NT: Tensor) -> Tensor:
+            ids_NT = labels_NT.roll(1, 1)
+            ids_NT[:, 0] = self._config.decoder_start_token_id
+            return ids_NT.masked_fill_(ids_NT == NO_LABEL, self.text_tokenizer.pad_token_id)
+
         kind = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(self._config)]
         if not hasattr(kind, "prepare_decoder_input_ids_from_labels"):  # M2M100 and others, which start as T5 does
-            return partial(_shifted, start=self._config.decoder_start_token_id, pad=self.text_tokenizer.pad_token_id)
+            return shifted
         model = kind.__new__(kind)
         nn.Module.__init__(model)
         model.config = self._config
@@ -484,22 +472,6 @@ class Seq2Seq(SourceToTarget):
 
 TOLD = ("num_beams", "length_penalty", "min_length", "max_length", "no_repeat_ngram_size", "early_stopping", "do_sample")
 """Generation settings of a model that a user should know of."""
-
-
-def language_codes(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the codes of the languages that a tokenizer marks its texts with; none for those of T5, BART or Marian."""
-    if not hasattr(tokenizer, "src_lang"):
-        return []
-    if codes := getattr(tokenizer, "lang_code_to_id", None):
-        return [*codes]
-    return [token for token in tokenizer.all_special_tokens if re.fullmatch(r"[a-z]{2,3}_[A-Za-z]{2,4}", token)]
-
-
-def _shifted(labels_NT: Tensor, start: int, pad: int) -> Tensor:
-    """Return decoder inputs: ``start``, then all labels but the last."""
-    ids_NT = labels_NT.roll(1, 1)
-    ids_NT[:, 0] = start
-    return ids_NT.masked_fill_(ids_NT == NO_LABEL, pad)
 
 
 def _flat(rows: Dataset) -> Dataset:

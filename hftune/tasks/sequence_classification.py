@@ -78,10 +78,8 @@ class SequenceClassification(TextTask):
             return {name: direction for kind in PROBLEMS.values() for name, direction in kind.directions.items()}
         return {**PROBLEMS[self.kind].directions, **directions(*(("mae",) if self.ordinal else ()))}
 
-    def validate(self) -> list[str]:
-        return [*super().validate(), *self._column_problems(), *self._loss_problems()]
-
-    def _column_problems(self) -> Iterator[str]:
+    def field_problems(self) -> Iterator[str]:
+        yield from super().field_problems()
         if self.text_columns is not None:
             if len(self.text_columns) != 2:
                 yield f"task.text_columns={self.text_columns} must be the two columns of a pair, such as [premise, hypothesis]."
@@ -95,10 +93,7 @@ class SequenceClassification(TextTask):
                     yield f"task.{key}={format_value(value)} has no place beside task.label_columns. Set it to null."
             if self.problem_type not in (None, "multi_label_classification"):
                 yield f"task.label_columns is for problem_type=multi_label_classification, not for {self.problem_type}."
-
-    def _loss_problems(self) -> Iterator[str]:
-        kind, weights = self.problem_type, self.class_weights
-        if isinstance(weights, Mapping):
+        if isinstance(weights := self.class_weights, Mapping):
             for name, weight in weights.items():
                 if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
                     yield f"task.class_weights.{name}={format_value(weight)} must be a number above 0."
@@ -109,11 +104,11 @@ class SequenceClassification(TextTask):
             )
         if self.label_smoothing and self.focal_gamma:
             yield "task.label_smoothing and task.focal_gamma contradict each other. Set one of them to 0."
-        if kind is not None and kind != "single_label_classification":
-            yield from self._needless(kind)
+        if self.problem_type not in (None, "single_label_classification"):
+            yield from self._needless(self.problem_type)
 
     def _needless(self, kind: str) -> Iterator[str]:
-        """Yield keys that are set and have no effect with this kind."""
+        """Yield keys that are set and have no effect with a kind other than classes."""
         if self.ordinal:
             yield f"task.ordinal=true is for classes, not for task.problem_type={kind}. Set it to false."
         if self.label_smoothing:
@@ -279,29 +274,19 @@ class SequenceClassification(TextTask):
             return [len(train) / (len(labels) * count) for count in counts.values()]
         return [(len(train) - count) / count for count in counts.values()]
 
-    def datasets(self) -> Mapping[str, Any]:
-        """Return the tokenized splits, with columns input_ids (tokens), cut (bool) and label; see ``targets``."""
-        return super().datasets()
-
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
         messages = super().notices(datasets, model)
         if self.problem_type is None:
-            messages.append(f"task.problem_type={self.kind}: {self._evidence}.")
+            evidence, column = "there are several label columns", self.read_columns.get("label_column")
+            if self.label_columns is None:
+                dtype = str(getattr(self.rows["train"].features[column], "dtype", "list"))
+                holds = "texts" if dtype.endswith("string") else "whole numbers" if "int" in dtype else "decimal numbers"
+                evidence = f"column {column!r} holds {'lists' if self.kind == 'multi_label_classification' else holds}"
+            messages.append(f"task.problem_type={self.kind}: {evidence}.")
         messages += [] if self.labels is None else self._classes.notices()
         if self.ordinal and not self.label_names:
             messages.append(f"task.ordinal=true: the grades from lowest to highest are {', '.join(self.labels or [])}.")
         return messages
-
-    @property
-    def _evidence(self) -> str:
-        """What the data say about ``kind``, if the recipe does not."""
-        if self.label_columns is not None:
-            return "there are several label columns"
-        if self.kind == "multi_label_classification":
-            return f"column {self.read_columns['label_column']!r} holds lists"
-        dtype = str(self.rows["train"].features[self.read_columns["label_column"]].dtype)
-        holds = "texts" if dtype.endswith("string") else "whole numbers" if "int" in dtype else "decimal numbers"
-        return f"column {self.read_columns['label_column']!r} holds {holds}"
 
     def config_overrides(self) -> dict[str, Any]:
         number = {"num_labels": 1} if self.labels is None else {}
@@ -334,17 +319,22 @@ class SequenceClassification(TextTask):
         every = {"top_k": None} if self.kind == "multi_label_classification" else {}
         return {"task": "text-classification", "truncation": True, "max_length": self.max_length, **every}
 
-    def example_inputs(self) -> list[Any]:
-        """Return two texts or pairs, as ``predict`` takes them."""
-        columns = [self.some_rows()[column] for column in self.text_columns_read]
-        return list(columns[0]) if len(columns) == 1 else [list(pair) for pair in zip(*columns, strict=True)]
-
     def predict(self, model: PreTrainedModel, inputs: list[Any], probabilities: bool = False) -> list[dict[str, Any]]:
         """Return a row for each text or pair: its label and probability; its labels and all probabilities; or its value.
 
         A pair is a list of two texts, or a text with a tab between them. ``probabilities`` adds those of all classes.
         """
-        texts = self._checked(inputs)
+        if self.text_columns is not None:
+            inputs = [text.split("\t") if isinstance(text, str) else text for text in inputs]
+            for index, pair in enumerate(inputs):
+                if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+                    raise DataError(
+                        f"Input {index} is not a pair of texts, {' and '.join(self.text_columns)}: give a list of two texts, "
+                        "or one text with a tab between them."
+                    )
+        texts = [list(inputs)] if self.text_columns is None else [[pair[side] for pair in inputs] for side in (0, 1)]
+        for side in texts:
+            check_inputs(side)
         encoded = self._tokens(texts, model.config)
         names = [name for name in encoded if name != "cut"]
         batch = self.collate(
@@ -353,20 +343,3 @@ class SequenceClassification(TextTask):
         logits = model(**{name: tensor.to(model.device) for name, tensor in batch.items()}).logits
         names = [model.config.id2label[number] for number in range(model.config.num_labels)]
         return PROBLEMS[model.config.problem_type].answers(logits, names, probabilities)
-
-    def _checked(self, inputs: Sequence[Any]) -> list[list[str]]:
-        """Return the texts of all inputs, or the first and the second texts."""
-        if self.text_columns is None:
-            check_inputs(inputs)
-            return [list(inputs)]
-        pairs = [text.split("\t") if isinstance(text, str) else text for text in inputs]
-        for index, pair in enumerate(pairs):
-            if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
-                raise DataError(
-                    f"Input {index} is not a pair of texts, {' and '.join(self.text_columns)}: give a list of two texts, or "
-                    "one text with a tab between them."
-                )
-        first, second = ([pair[side] for pair in pairs] for side in (0, 1))
-        check_inputs(first)
-        check_inputs(second)
-        return [first, second]

@@ -73,8 +73,9 @@ class TextTask(DatasetTask):
     """Whether ``encoder`` is slow and can be given to other processes, so that all cores tokenize."""
     libraries: ClassVar[Sequence[str]] = ("hftune.data.rows", "hftune.data.notices", "hftune.models.pretrained")
 
-    def validate(self) -> list[str]:
-        return [*super().validate(), *self.model_problems()]
+    def field_problems(self) -> Iterator[str]:
+        yield from super().field_problems()
+        yield from self.model_problems()
 
     def model_problems(self) -> Iterator[str]:
         """Yield what is wrong with the keys that name the model."""
@@ -315,6 +316,19 @@ class TextTask(DatasetTask):
         from hftune.models.pretrained import load_saved, saved_config
 
         return load_saved(getattr(transformers, self.auto_class), directory, saved_config(directory))
+
+
+@dataclass
+class TokenTask(TextTask):
+    """Base of tasks that predict tokens. The loss is cross-entropy; an item is a label other than NO_LABEL."""
+
+    scored_head = True
+
+    def loss(self, outputs: Any, target: Tensor) -> Tensor:
+        return head_loss(outputs, target)
+
+    def num_items(self, target: Tensor) -> int:
+        return count_labels(target)
 
 
 _SHARED = frozenset(item.name for item in fields(TextTask))

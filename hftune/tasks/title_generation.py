@@ -144,7 +144,15 @@ class TitleGeneration(SourceToTarget):
         from hftune.models.pretrained import load_model
 
         ids, overrides, base = self._ids, self._overrides(), self._base_config()
-        self._check_positions(getattr(base, "encoder", base))
+        longest = {
+            "prefix_lm": self.max_source_length + self.max_target_length,
+            "encoder_decoder": max(self.max_source_length, self.max_target_length),
+        }[self.architecture]
+        if longest > (positions := getattr(base, "encoder", base).max_position_embeddings):
+            raise ConfigError(
+                f"task.max_source_length={self.max_source_length} and task.max_target_length={self.max_target_length} need "
+                f"{longest} positions with architecture={self.architecture}; the model has {positions}. Lower one of them."
+            )
         if self.architecture == "prefix_lm":
             config = PrefixLMConfig.warm_start(base, **overrides)
             model = load_model(PrefixLM, self.model, config, self.model_commit)
@@ -157,18 +165,6 @@ class TitleGeneration(SourceToTarget):
         own = GenerationConfig(**ids, decoder_start_token_id=ids["bos_token_id"])
         model.generation_config = self.set_generation(own)
         return model
-
-    def _check_positions(self, config: Any) -> None:
-        longest = {
-            "prefix_lm": self.max_source_length + self.max_target_length,
-            "encoder_decoder": max(self.max_source_length, self.max_target_length),
-        }[self.architecture]
-        if longest > config.max_position_embeddings:
-            raise ConfigError(
-                f"task.max_source_length={self.max_source_length} and task.max_target_length={self.max_target_length} need "
-                f"{longest} positions with architecture={self.architecture}; the model has {config.max_position_embeddings}. "
-                "Lower one of them."
-            )
 
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
         messages = super().notices(datasets, model)

@@ -49,7 +49,13 @@ def test_stages_are_listed_with_layers_weights_and_processes():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "model"), [("gpipe", "chain"), ("1f1b", "gpt2"), ("interleaved", "llama_tied"), *[("zero_bubble", model) for model in ("gpt2", "chain", "llama_tied")]]
+    ("schedule", "model"),
+    [
+        ("gpipe", "chain"),
+        ("1f1b", "gpt2"),
+        ("interleaved", "llama_tied"),
+        *[("zero_bubble", model) for model in ("gpt2", "chain", "llama_tied")],
+    ],
 )
 def test_what_is_summed_up_by_a_formula_is_what_a_whole_step_takes(schedule, model):
     words = [f"parallel.schedule={schedule}", f"task.model={model}", "train.optimizer=adamw", "train.batch_size=6"]
@@ -74,7 +80,9 @@ def orders(config, count):
         ahead = [count] * places if config.schedule == "gpipe" else [places - place for place in range(places)]
         for place, first in enumerate(ahead):
             turns = [(place, kind, index) for index in range(count) for kind in "BF"]
-            yield sorted(turns, key=lambda turn: (turn[2] - first * (turn[1] == "F"), turn[1]))  # the last forward passes, in turns
+            yield sorted(
+                turns, key=lambda turn: (turn[2] - first * (turn[1] == "F"), turn[1])
+            )  # the last forward passes, in turns
         return
     kind = ScheduleInterleaved1F1B if config.schedule == "interleaved" else ScheduleInterleavedZeroBubble
     stage = SimpleNamespace(num_stages=config.num_stages, group_size=places, group_rank=0, submod=None)

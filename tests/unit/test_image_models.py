@@ -91,7 +91,7 @@ def test_batches_are_those_of_the_image_processor_and_the_head_is_new(pretrained
 
 
 def test_size_mean_and_std_of_the_recipe_take_precedence(pretrained):
-    preparation = of(pretrained, image_size=64, mean=[0.5, 0.5, 0.5], std=[0.5, 0.5, 0.5])._preparation
+    preparation = of(pretrained, image_size=64, mean=[0.5, 0.5, 0.5], std=[0.5, 0.5, 0.5])._form
     assert preparation.shape == (64, 64, 3) and preparation.mean == pytest.approx([0.5] * 3, abs=1e-6)
     assert dict(preparation.processor.size)["shortest_edge"] == 72
 
@@ -195,7 +195,7 @@ def test_model_without_image_processor_needs_size_mean_and_std(tmp_path):
         "of, or set task.image_size, task.mean and task.std as that model was trained."
     )
     half = [0.5, 0.5, 0.5]
-    assert of(tmp_path, image_size=32, mean=half, std=half)._preparation.shape == (32, 32, 3)
+    assert of(tmp_path, image_size=32, mean=half, std=half)._form.shape == (32, 32, 3)
 
 
 def test_size_that_the_model_does_not_take_is_refused(pretrained):
