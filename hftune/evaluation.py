@@ -17,8 +17,8 @@ from hftune.config import EvalConfig
 from hftune.distributed.progress import marked_while_moving
 from hftune.errors import DataError, TrainingError, format_value, is_number
 from hftune.metrics.named import compute, load_metrics
-from hftune.strategies.absent_model import ModelNeeded
 from hftune.strategies.base import Strategy
+from hftune.strategies.whole_model import ModelNeeded
 from hftune.task import Task, ask
 
 ROWS = 1000

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -249,13 +249,9 @@ def _seen(length: int, causal: bool, window: int | None, device: torch.device) -
     return (distance_tt >= 0) & (distance_tt < window) if causal else distance_tt.abs() < window
 
 
-def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Make the mask that ``packed_attention`` needs: none while packed; one over N x N tokens would be made otherwise."""
-    return None if _is_packed else sdpa_mask(*args, **kwargs)
-
-
 AttentionInterface.register(ATTENTION, packed_attention)
-AttentionMaskInterface.register(ATTENTION, packed_mask)
+# While packed, there is no mask: one over N x N tokens would be made otherwise.
+AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None if _is_packed else sdpa_mask(*args, **kwargs))
 _is_packed: list[bool] = []
 _calls: list[nn.Module] | None = None
 """While ``attention_calls`` watches."""
@@ -317,17 +313,13 @@ def stack_of(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in stacks[0] if isinstance(layer, GradientCheckpointingLayer)]
 
 
-def install(model: nn.Module, layers: Sequence[nn.Module]) -> Callable[[], None]:
-    """Let a model take ``packing`` beside its inputs; return a function that undoes it.
-
-    Args:
-        model: a transformers model, or a stage of one.
-        layers: of its stack, in order.
+def install(model: nn.Module) -> Callable[[], None]:
+    """Let a transformers model, or a stage of one, take ``packing`` beside its inputs; return a function that undoes it.
 
     Raises:
-        NotPackable: its attention is not called by transformers' attention interface.
+        NotPackable: as ``stack_of``; or its attention is not called by transformers' attention interface.
     """
-    names: dict[PreTrainedModel, str] = {}
+    layers, names = stack_of(model), dict[PreTrainedModel, str]()
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             names[module] = module.config._attn_implementation
@@ -338,7 +330,7 @@ def install(model: nn.Module, layers: Sequence[nn.Module]) -> Callable[[], None]
     for module in names:
         module.set_attn_implementation(ATTENTION)
     handles: list[RemovableHandle] = [
-        layer.register_forward_pre_hook(_enter if layer is layers[0] else _go_on, with_kwargs=True) for layer in layers
+        layer.register_forward_pre_hook(partial(_take_out, layer is layers[0]), with_kwargs=True) for layer in layers
     ]
     handles.append(layers[-1].register_forward_hook(_leave, with_kwargs=True))
 
@@ -351,22 +343,17 @@ def install(model: nn.Module, layers: Sequence[nn.Module]) -> Callable[[], None]
     return undo
 
 
-def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Take the padding out of everything that the first layer is given."""
-    packing = kwargs.get("packing")
-    return (
-        None if packing is None else (packing.pack_all(args), {name: packing.pack_all(value) for name, value in kwargs.items()})
-    )
-
-
-def _go_on(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Take the padding out of what each layer is given anew, such as positions; its hidden states have none."""
+def _take_out(is_first: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Take the padding out of what a layer is given, such as positions; only the first one's hidden states have some."""
     packing = kwargs.get("packing")
     if packing is None:
         return None
-    hidden, rest = args[:1], args[1:]
-    kept = {} if hidden else {name: kwargs[name] for name in ("hidden_states",) if name in kwargs}
-    return (*hidden, *packing.pack_all(rest)), {name: packing.pack_all(value) for name, value in kwargs.items()} | kept
+    packed = {name: packing.pack_all(value) for name, value in kwargs.items()}
+    if is_first:
+        return packing.pack_all(args), packed
+    if not args and "hidden_states" in kwargs:
+        packed["hidden_states"] = kwargs["hidden_states"]
+    return (*args[:1], *packing.pack_all(args[1:])), packed
 
 
 def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

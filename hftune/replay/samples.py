@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_map
 
 from hftune.errors import ConfigError, TrainingError
 from hftune.models.trial import restored_buffers
-from hftune.strategies.absent_model import ModelNeeded, absent_model
 from hftune.strategies.base import StepBatch, StepReport, Strategy
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.packing import PACKING
 from hftune.strategies.sharding import Replicated
 from hftune.strategies.two_pass import rows_of, step_losses
+from hftune.strategies.whole_model import ModelNeeded, absent_model
 from hftune.task import BatchLossTask, Task, ask
 
 if TYPE_CHECKING:

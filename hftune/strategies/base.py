@@ -268,8 +268,13 @@ class Strategy(Collectives, ABC):
             while True:
                 if side is not None:
                     side.await_computed()
-                with self._explained_waiting(loading), self.times.loading():
-                    batch = next(filled, None)
+                self.progress.samples(loading.current_samples)  # which are waited for, or could not be loaded
+                try:
+                    with self.times.loading():
+                        batch = next(filled, None)
+                except Exception:
+                    self.progress.samples(loading.current_samples)
+                    raise
                 if batch is None:
                     return
                 if side is not None:
@@ -293,16 +298,6 @@ class Strategy(Collectives, ABC):
                 if side is not None:
                     batch.batches, batch.copied = side.copy(batch.batches)
             yield batch
-
-    @contextmanager
-    def _explained_waiting(self, loading: Progress) -> Iterator[None]:
-        """Let the progress say which samples are waited for, and which could not be loaded."""
-        self.progress.samples(loading.current_samples)
-        try:
-            yield
-        except Exception:
-            self.progress.samples(loading.current_samples)
-            raise
 
     def evaluation_batches(
         self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
@@ -335,15 +330,11 @@ class Strategy(Collectives, ABC):
             asks: what this process asks for. It travels with the sums of the step, and ``report`` has everybody's.
         """
         self._counts = [*batch.counts, *asks]
-        self._sums = self.sum(self._on_device([*self._counts, *self.times.told()]))
+        told = torch.tensor([*self._counts, *self.times.told()], dtype=self.exact, pin_memory=self.device.type == "cuda")
+        self._sums = self.sum(told.to(self.device, non_blocking=True))  # from pinned memory, without waiting
         items = self._sums[0]
         self._micro_losses = self.backward(batch, seed, step, items)
         self._loss = self.sum(torch.stack(self._micro_losses).sum(dtype=self.exact)) / items
-
-    def _on_device(self, values: Sequence[float]) -> Tensor:
-        """Copy numbers to the device without waiting for it, as a copy from pinned memory does."""
-        host = torch.tensor(values, dtype=self.exact, pin_memory=self.device.type == "cuda")
-        return host.to(self.device, non_blocking=True)
 
     def report(self, grad_norm: Tensor) -> StepReport:
         """Read the results of ``forward_backward`` and ``clip_grad_norm``: the only wait for the device in a step."""

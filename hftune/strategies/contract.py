@@ -35,14 +35,8 @@ class Pair:
     indices: list[int]
     alone: tuple[float, float]
     together: float
-    tolerance: float
-    """Relative difference that the precision of the weights accounts for."""
 
-    @property
-    def is_sum(self) -> bool:
-        return self.is_within(self.tolerance)
-
-    def is_within(self, tolerance: float) -> bool:
+    def is_sum(self, tolerance: float) -> bool:
         """Say whether both together are the sum, but for a relative difference."""
         return abs(self.together - sum(self.alone)) <= tolerance * sum(map(abs, self.alone)) + 1e-6
 
@@ -68,8 +62,13 @@ def check_sums(task: Task, model: nn.Module, dataset: Any, lengths: np.ndarray |
     """
     if type(task).__module__.startswith("hftune."):
         return []
+    name = type(task).__name__
+
+    def not_checked(reason: str) -> list[str]:
+        return [f"{name}.loss was not checked, because {reason}. Make sure that it returns a sum over the items."]
+
     if len(dataset) < 2:
-        return not_checked(task, "there is only one training sample")
+        return not_checked("there is only one training sample")
     order = np.arange(len(dataset)) if lengths is None else np.argsort(lengths, kind="stable")
     said = check_items(task, dataset, sorted({int(order[place * (len(order) - 1) // 7]) for place in range(8)}))
     if isinstance(task, BatchLossTask):
@@ -84,46 +83,32 @@ def check_sums(task: Task, model: nn.Module, dataset: Any, lengths: np.ndarray |
                 shapes.append([tuple(value.shape[1:]) for value in batch.values() if isinstance(value, Tensor)])
     except CANNOT as error:
         # Such as a kernel that only GPUs have; a real mistake will be reported when training meets it.
-        return said + not_checked(
-            task, f"one or two samples cannot be computed on the CPU in evaluation mode ({first_line(error)})"
-        )
+        return said + not_checked(f"one or two samples cannot be computed on the CPU in evaluation mode ({first_line(error)})")
     together, again, first, second, beside, short = losses
     if not np.isfinite([together, first, second]).all():
-        return said + not_checked(task, f"it is not finite for samples {one} and {other}")
+        return said + not_checked(f"it is not finite for samples {one} and {other}")
     if together != again:
-        return said + not_checked(task, "it differs between two passes over the same samples in evaluation mode")
+        return said + not_checked("it differs between two passes over the same samples in evaluation mode")
     is_low = any(value.dtype in (torch.bfloat16, torch.float16) for value in model.parameters())
     tolerance = LOW_PRECISION if is_low else EXACT
-    check_loss(
-        task, Pair([one, other], (first, second), together, tolerance), is_padded=not shapes[0] == shapes[2] == shapes[3]
-    )
-    pair = Pair([shortest, one], (short, first), beside, tolerance)
-    if pair.is_sum:
+    pair, is_padded = Pair([one, other], (first, second), together), not shapes[0] == shapes[2] == shapes[3]
+    if not pair.is_sum(tolerance) and not (is_padded and pair.is_sum(ROUGH)):
+        slack = EXACT * sum(map(abs, pair.alone))
+        is_mean = min(pair.alone) - slack <= together <= max(pair.alone) + slack
+        raise ConfigError(
+            f"{name}.loss returns {'a mean' if is_mean else 'not a sum over the samples'}, but must return a sum: {pair}. "
+            'Write reduction="sum", as in cross_entropy(outputs, target, reduction="sum"); hftune divides by the number of '
+            "items."
+        )
+    pair = Pair([shortest, one], (short, first), beside)
+    if pair.is_sum(tolerance):
         return said
     # Some models see padding, so nothing is refused.
     return [
         *said,
-        f"{type(task).__name__}.loss depends on padding: {pair}. So results depend on train.micro_batch_size. Mask padding in "
+        f"{name}.loss depends on padding: {pair}. So results depend on train.micro_batch_size. Mask padding in "
         "the model, and leave it out of the loss, as ignore_index=-100 does.",
     ]
-
-
-def not_checked(task: Task, reason: str) -> list[str]:
-    """Return the notice that nobody has made sure of the sum."""
-    return [f"{type(task).__name__}.loss was not checked, because {reason}. Make sure that it returns a sum over the items."]
-
-
-def check_loss(task: Task, pair: Pair, is_padded: bool) -> None:
-    """Raise ConfigError if the loss is not a sum over samples."""
-    if pair.is_sum or (is_padded and pair.is_within(ROUGH)):
-        return
-    low, high = sorted(pair.alone)
-    slack = EXACT * sum(map(abs, pair.alone))
-    what = "a mean" if low - slack <= pair.together <= high + slack else "not a sum over the samples"
-    raise ConfigError(
-        f'{type(task).__name__}.loss returns {what}, but must return a sum: {pair}. Write reduction="sum", as in '
-        'cross_entropy(outputs, target, reduction="sum"); hftune divides by the number of items.'
-    )
 
 
 def needs_two_samples(task: Task, model: nn.Module, dataset: Any) -> bool:

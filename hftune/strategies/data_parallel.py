@@ -26,7 +26,7 @@ from hftune.strategies.pipeline_stages import layers_of
 from hftune.strategies.seeds import LayerSeeds
 from hftune.strategies.sharding import Replicated, Sharding, fill_gradients, refuse_unused, without_gradient
 from hftune.strategies.statistics import RunningStatistics, class_names, freeze
-from hftune.strategies.two_pass import cache
+from hftune.strategies.two_pass import cached_losses
 from hftune.task import BatchLossTask, Task
 
 
@@ -95,6 +95,9 @@ class DataParallel(Strategy):
         return ReachingAll.apply(loss, *(value for value in self.sharding.model.parameters() if value.requires_grad))
 
     def fits(self, dataset: Any, samples: np.ndarray) -> bool:
+        def drop_gradient(parameter: Tensor) -> None:  # as if it had been added to one that is there
+            parameter.grad = None
+
         parameters = [parameter for parameter in self.sharding.model.parameters() if parameter.requires_grad]
         failed, hooks = False, []
         try:
@@ -164,12 +167,12 @@ class DataParallel(Strategy):
             def exchange(index: int, outputs: Any, target: Any) -> Tensor:
                 embeddings = task.embed(outputs, target)
                 labels = task.batch_labels(target)
-                return cache(task, batch, [embeddings.detach()], [labels], self.sum).of(index, embeddings)
+                return cached_losses(task, batch, [embeddings.detach()], [labels], self.sum)(index, embeddings)
 
             return exchange
         embeddings, labels = self._embed(task, batch, seed, step)
-        cached = cache(task, batch, embeddings, labels, self.sum)
-        return lambda index, outputs, target: cached.of(index, task.embed(outputs, target))
+        cached = cached_losses(task, batch, embeddings, labels, self.sum)
+        return lambda index, outputs, target: cached(index, task.embed(outputs, target))
 
     @torch.no_grad()
     def _embed(self, task: BatchLossTask, batch: StepBatch, seed: int, step: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -288,8 +291,3 @@ def reached(parameters: Mapping[str, nn.Parameter]) -> Iterator[list[str]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def drop_gradient(parameter: Tensor) -> None:
-    """Free the new gradient of a parameter, as if it had been added to one that is there."""
-    parameter.grad = None

@@ -26,13 +26,12 @@ from hftune.errors import ConfigError
 from hftune.models.kinds import is_linear
 from hftune.models.stacks import outermost_lists
 from hftune.optim.muon import Muon
-from hftune.strategies.absent_model import absent_model
 from hftune.strategies.base import NOTHING_ASKED, Asks, StepBatch, dummy_micro_batch
 from hftune.strategies.data_parallel import DataParallel
-from hftune.strategies.meta_model import materialize, meta_copy, tied_parameters
 from hftune.strategies.optimizer_state import check_optimizer
 from hftune.strategies.seeds import seed_forward
 from hftune.strategies.sharding import Replicated, start_equal
+from hftune.strategies.whole_model import absent_model, materialize, meta_copy, tied_parameters
 from hftune.task import Task
 
 
@@ -60,12 +59,9 @@ class FullySharded(DataParallel):
     def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None, gather: str = "float32"):
         super().__init__(accelerator, task, progress)
         self.sharding = ShardedWeights(accelerator, self, gather)
-        self._absent = absent_model(self._note_use)
+        self._absent = absent_model(lambda: setattr(self, "_asked_for_model", True))
         self._asked_for_model = self._needs_model = False
         """Whether the task has used the model in an evaluation: on this process, and on any."""
-
-    def _note_use(self) -> None:
-        self._asked_for_model = True
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().prepare(model, optimizer)
@@ -103,31 +99,26 @@ class FullySharded(DataParallel):
         self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
     ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
         if not self._needs_model:
+            mine, dummies = self.share(micro_batches), self._dummies(micro_batches)
+            loaded = self.evaluated(dataset, [*mine, *dummies], num_workers)
             with self._evaluating_shards():
-                yield from self._in_rounds(dataset, micro_batches, num_workers, should_stop)
+                for index, micro_batch in enumerate([*mine, *dummies]):
+                    if not self._all_go_on(should_stop()):
+                        break
+                    self.progress.samples(micro_batch.samples)
+                    batch = send_to_device(next(loaded), self.device, non_blocking=True)
+                    if index < len(mine):
+                        seed_forward(0, 0, micro_batch.index, self.device)
+                        yield micro_batch, batch
+                    else:
+                        self.forward(batch)
+                else:
+                    self._all_go_on(should_stop())
             if self._needs_model and self.is_main:
                 name = type(self.task).__name__
                 print(f"note: FSDP: {name} uses the model for its predictions. Evaluations gather it as a whole.", flush=True)
         if self._needs_model:
             yield from super().evaluation_batches(dataset, micro_batches, num_workers, should_stop)
-
-    def _in_rounds(
-        self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
-    ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
-        """Yield this process's share; before each round the processes agree on whether to go on, and once more at the end."""
-        mine, dummies = self.share(micro_batches), self._dummies(micro_batches)
-        loaded = self.evaluated(dataset, [*mine, *dummies], num_workers)
-        for index, micro_batch in enumerate([*mine, *dummies]):
-            if not self._all_go_on(should_stop()):
-                return
-            self.progress.samples(micro_batch.samples)
-            batch = send_to_device(next(loaded), self.device, non_blocking=True)
-            if index < len(mine):
-                seed_forward(0, 0, micro_batch.index, self.device)
-                yield micro_batch, batch
-            else:
-                self.forward(batch)
-        self._all_go_on(should_stop())
 
     def _all_go_on(self, stop: bool) -> bool:
         """Return whether no process was asked to stop or needs the model, equal on all. Collective."""
@@ -144,7 +135,11 @@ class FullySharded(DataParallel):
         try:
             yield
         finally:
-            self.sharding.free_gathered()
+            # FSDP keeps the weights of no block after a forward pass, for a backward pass. They would be used again after the
+            # shards have changed.
+            for module in self.sharding.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
             self.sharding.wrapped.train()
             self.model = self.sharding.meta_model
 
@@ -203,15 +198,6 @@ class ShardedWeights(Replicated):
 
     def accumulating(self) -> AbstractContextManager:
         return nullcontext()  # FSDP's no_sync would keep the whole gradient on every process until the step's last micro-batch
-
-    def free_gathered(self) -> None:
-        """Free the weights that FSDP keeps after a forward pass for a backward pass: those of no block. Local.
-
-        Left in place, they would be used again after the shards have changed.
-        """
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
     def whole(self, value: Tensor) -> Tensor:
         return value.full_tensor() if isinstance(value, DTensor) else value

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager
 from itertools import chain, islice
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -90,48 +90,33 @@ def read_ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
     thread.
     """
     before = torch.get_rng_state()
-    first = [*islice(items, 1)]
+    item = [*islice(items, 1)]
     if not torch.equal(before, torch.get_rng_state()):
-        yield from chain(first, items)
+        yield from chain(item, items)
         return
-    with closing(_Taker(items)) as taker:
-        while first:
-            taker.ask()
-            yield first.pop()
-            first = taker.take()
+    asked: SimpleQueue[bool] = SimpleQueue()
+    taken: SimpleQueue[tuple[list[Item], BaseException | None]] = SimpleQueue()
 
-
-class _Taker:
-    """A thread that takes an item of an iterator when it is asked to."""
-
-    def __init__(self, items: Iterator[Any]):
-        self._items = items
-        self._asked: SimpleQueue[bool] = SimpleQueue()
-        self._taken: SimpleQueue[tuple[list[Any], BaseException | None]] = SimpleQueue()
-        # A daemon, so that an iterator that hangs cannot keep the process from ending.
-        self._thread = threading.Thread(target=self._serve, name="read ahead", daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        while self._asked.get():
+    def take_when_asked() -> None:
+        while asked.get():
             try:
-                self._taken.put(([*islice(self._items, 1)], None))
+                taken.put(([*islice(items, 1)], None))
             except BaseException as error:  # it belongs to the thread that waits
-                self._taken.put(([], error))
+                taken.put(([], error))
 
-    def ask(self) -> None:
-        self._asked.put(True)
-
-    def take(self) -> list[Any]:
-        """Return the item that was asked for in a list, which is empty at the end."""
-        item, error = self._taken.get()
-        if error is not None:
-            raise error
-        return item
-
-    def close(self) -> None:
-        self._asked.put(False)
-        self._thread.join(CLOSING_S)
+    # A daemon, so that an iterator that hangs cannot keep the process from ending.
+    thread = threading.Thread(target=take_when_asked, name="read ahead", daemon=True)
+    thread.start()
+    try:
+        while item:
+            asked.put(True)
+            yield item.pop()
+            item, error = taken.get()
+            if error is not None:
+                raise error
+    finally:
+        asked.put(False)
+        thread.join(CLOSING_S)
 
 
 class SideStream:

@@ -101,17 +101,13 @@ def check_optimizer(
         raise ConfigError(
             f"{name} keeps {odd[0]} in a shape that differs from its parameter's, which FSDP cannot shard. Train without FSDP."
         )
-    if is_staged and (changed or not _is_independent(optimizer, parameters)):
+    # A parameter's steps must depend on its own gradient only: to find out, those of the last one are changed.
+    others = _stepped_twin(optimizer, device, last=-3.0)[1] if is_staged else parameters
+    if is_staged and (changed or not all(map(torch.equal, parameters[:-1], others[:-1]))):
         raise ConfigError(
             f"{name} looks at all parameters together, and in a pipeline each process has only some of them. Set "
             "parallel.pipeline_stages=1."
         )
-
-
-def _is_independent(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
-    """Say whether a parameter's steps depend on its own gradient only: those of the last one are changed to find out."""
-    _, others = _stepped_twin(optimizer, parameters[0].device, last=-3.0)
-    return all(torch.equal(one, other) for one, other in zip(parameters[:-1], others[:-1], strict=True))
 
 
 def _stepped_twin(
@@ -125,12 +121,17 @@ def _stepped_twin(
     Raises:
         ConfigError: it cannot be built, or its step fails.
     """
+
+    def small(ndim: int) -> nn.Parameter:  # whose dimensions all differ: (3, 4, 5) and so on
+        shape = tuple(range(3, 3 + ndim))
+        return nn.Parameter(torch.linspace(0.5, 1.0, math.prod(shape), device=device).reshape(shape))
+
     taken = inspect.signature(type(optimizer)).parameters
     arguments = {key: value for key, value in optimizer.defaults.items() if key in taken}
     groups = []
     for group in optimizer.param_groups:
         dimensions = sorted({parameter.ndim for parameter in group["params"]})
-        groups.append({**group, "params": [_small(ndim, device) for ndim in dimensions for _ in range(2)]})
+        groups.append({**group, "params": [small(ndim) for ndim in dimensions for _ in range(2)]})
     parameters = [parameter for group in groups for parameter in group["params"]]
     try:
         twin = type(optimizer)(groups, **arguments)
@@ -146,9 +147,3 @@ def _stepped_twin(
             "step(closure=None)."
         ) from error
     return twin, parameters
-
-
-def _small(ndim: int, device: torch.device) -> nn.Parameter:
-    """Return a parameter whose dimensions all differ: (3, 4, 5) and so on."""
-    shape = tuple(range(3, 3 + ndim))
-    return nn.Parameter(torch.linspace(0.5, 1.0, math.prod(shape), device=device).reshape(shape))

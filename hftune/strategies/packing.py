@@ -17,9 +17,8 @@ PACKING = "packing"
 
 def collate_packed(task: Task, find: Callable[[Mapping[str, Tensor]], Any], examples: list[Any]) -> dict[str, Any]:
     """Return the task's batch, and where its real tokens are, as ``find`` reads it from the model's inputs."""
-    batch: dict[str, Any] = dict(task.collate(examples))
-    batch[PACKING] = find(task.inputs(batch))
-    return batch
+    batch = task.collate(examples)
+    return {**batch, PACKING: find(task.inputs(batch))}
 
 
 def collate_for(model: nn.Module, task: Task) -> Callable[[list[Any]], dict[str, Any]]:
@@ -54,17 +53,17 @@ def compute(model: nn.Module, *args: Any, **inputs: Any) -> Any:
 
 def install_packing(model: nn.Module) -> None:
     """Let a model, or a stage of one, take ``packing``; it has passed ``trial.packing_problem``."""
-    from hftune.models.packing import install, stack_of
+    from hftune.models.packing import install
 
-    install(model, stack_of(model))
+    install(model)
 
 
 def seems_packable(model: nn.Module) -> bool:
     """Say whether a model can be tried without padding."""
-    from hftune.models.packing import NotPackable, install, stack_of
+    from hftune.models.packing import NotPackable, install
 
     try:
-        install(model, stack_of(model))()
+        install(model)()
     except NotPackable:
         return False
     return True

@@ -33,7 +33,6 @@ from hftune.config.sections import ParallelConfig
 from hftune.distributed.progress import Progress
 from hftune.errors import TrainingError
 from hftune.models.trial import restored_buffers
-from hftune.strategies.absent_model import absent_model
 from hftune.strategies.base import StepBatch, Strategy, dummy_micro_batch
 from hftune.strategies.packing import compute, inputs_of, install_packing
 from hftune.strategies.pipeline_sharding import Grid, StagedWeights
@@ -41,6 +40,7 @@ from hftune.strategies.pipeline_stages import layers_of
 from hftune.strategies.seeds import LayerSeeds
 from hftune.strategies.sharding import refuse_unused, without_gradient
 from hftune.strategies.statistics import RunningStatistics, class_names, freeze
+from hftune.strategies.whole_model import absent_model
 from hftune.task import Task
 
 TorchSchedule: TypeAlias = PipelineScheduleSingle | PipelineScheduleMulti
@@ -280,7 +280,12 @@ class Pipeline(Strategy):
         stages = []
         for index, stage in self._stages.items():
             stage.buffer, stage.width = buffer, stage.width or self._find_width(example)
-            stages.append(self._torch_stage(stage, index, count))
+            shape = (*buffer, *stage.width)
+            hidden = torch.empty(shape, dtype=stage.dtype, device="meta", requires_grad=True)
+            micro_batch_index = torch.empty(1, dtype=torch.int64, device="meta")
+            loss = torch.empty(1, device="meta", requires_grad=True)
+            given, returned = micro_batch_index if stage.is_first else hidden, loss if stage.is_last else hidden
+            stages.append(PipelineStage(stage, index, count, self.device, given, returned, group=self.grid.pipeline))
         schedule = kind(
             stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
             n_microbatches=num_micro_batches,
@@ -289,21 +294,6 @@ class Pipeline(Strategy):
         )
         self._schedule = wanted, schedule
         return schedule
-
-    def _torch_stage(self, stage: Stage, index: int, count: int) -> PipelineStage:
-        shape = (*stage.buffer, *stage.width)
-        hidden = torch.empty(shape, dtype=stage.dtype, device="meta", requires_grad=True)
-        micro_batch_index = torch.empty(1, dtype=torch.int64, device="meta")
-        loss = torch.empty(1, device="meta", requires_grad=True)
-        return PipelineStage(
-            stage,
-            index,
-            count,
-            self.device,
-            input_args=micro_batch_index if stage.is_first else hidden,
-            output_args=loss if stage.is_last else hidden,
-            group=self.grid.pipeline,
-        )
 
     def _find_width(self, example: PipelineMicroBatch) -> tuple[int, ...]:
         """Let the first stage compute once, and tell the others of its pipeline how wide hidden states are."""
@@ -319,7 +309,13 @@ class Pipeline(Strategy):
         return width[0]
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        own = nn.utils.get_total_norm(self.sharding.gradients_counted_here())
+        own = nn.utils.get_total_norm(
+            [
+                value.grad
+                for name, value in self.sharding.parameters().items()
+                if value.grad is not None and self.sharding.is_first_owner(name)  # so that each parameter is counted once
+            ]
+        )
         squared = own.to(self.device, self.exact) ** 2
         torch.distributed.all_reduce(squared, group=self.grid.pipeline)
         norm = squared.sqrt()
@@ -335,24 +331,21 @@ class Pipeline(Strategy):
         size = self.config.fill_up(2 * self.config.pipeline_stages)
         with self.evaluating(), torch.no_grad():
             for start in range(0, len(mine), size):
-                if self._any_in_pipeline(should_stop()):
+                stops = torch.tensor(float(should_stop()), device=self.device)
+                torch.distributed.all_reduce(stops, group=self.grid.pipeline)
+                if stops:
                     return
-                yield from self._evaluated(mine[start : start + size], loaded, size)
-
-    def _evaluated(
-        self, mine: Sequence[MicroBatch], loaded: Iterator[dict[str, Tensor]], size: int
-    ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
-        batches, micro_batches = [], []
-        for micro_batch in mine:
-            self.progress.samples(micro_batch.samples)
-            batches.append(send_to_device(next(loaded), self.device))
-            micro_batches.append(self._micro_batch(batches[-1], (0, 0, micro_batch.index)))
-        self._run(micro_batches + micro_batches[-1:] * (size - len(micro_batches)), backward=False)
-        last = self._last_stage
-        for index, (micro_batch, batch) in enumerate(zip(mine, batches, strict=True) if last else ()):
-            self._outputs = last.outputs.pop(index)
-            self._seeds.begin(0, 0, micro_batch.index)
-            yield micro_batch, batch
+                some, batches, parts = mine[start : start + size], [], []
+                for micro_batch in some:
+                    self.progress.samples(micro_batch.samples)
+                    batches.append(send_to_device(next(loaded), self.device))
+                    parts.append(self._micro_batch(batches[-1], (0, 0, micro_batch.index)))
+                self._run(parts + parts[-1:] * (size - len(some)), backward=False)
+                last = self._last_stage
+                for index, (micro_batch, batch) in enumerate(zip(some, batches, strict=True) if last else ()):
+                    self._outputs = last.outputs.pop(index)
+                    self._seeds.begin(0, 0, micro_batch.index)
+                    yield micro_batch, batch
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
         return self._outputs
@@ -367,8 +360,3 @@ class Pipeline(Strategy):
         finally:
             for stage in self._stages.values():
                 stage.train()
-
-    def _any_in_pipeline(self, flag: bool) -> bool:
-        flags = torch.tensor(float(flag), device=self.device)
-        torch.distributed.all_reduce(flags, group=self.grid.pipeline)
-        return bool(flags)

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hftune.config.sections import ParallelConfig
 from hftune.distributed.collectives import Collectives
-from hftune.strategies.meta_model import materialize, meta_copy
 from hftune.strategies.optimizer_state import check_optimizer, options_of
 from hftune.strategies.pipeline_stages import cut
 from hftune.strategies.sharding import Sharding, Tensors, fill_gradients, moments, start_equal
+from hftune.strategies.whole_model import materialize, meta_copy
 
 BUCKET_BYTES = 25 * 2**20
 """Size of a bucket of gradients that replicas sum in one all-reduce, as DDP does by default."""
@@ -139,7 +139,7 @@ class StagedWeights(Sharding):
         }
 
     def plain_state(self) -> dict[str, Any]:
-        own = {key: value for key, value in super().plain_state().items() if self._is_first_owner(key.rpartition("/")[0])}
+        own = {key: value for key, value in super().plain_state().items() if self.is_first_owner(key.rpartition("/")[0])}
         listed = self.group.gather_to_main([own] if self.grid.dp_rank == 0 else [])
         return {key: value for part in listed or [] for key, value in part.items()}
 
@@ -150,7 +150,7 @@ class StagedWeights(Sharding):
     def gather(self, group: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         if self.grid.dp_rank != 0:
             return
-        mine = {key: value for key, value in group.items() if self._is_first_owner(key.rpartition("/")[0] or key)}
+        mine = {key: value for key, value in group.items() if self.is_first_owner(key.rpartition("/")[0] or key)}
         listed: list[Any] | None = [None] * self.grid.pp_size if self.group.is_main else None
         headers = [(key, value.shape, value.dtype) for key, value in mine.items()]
         torch.distributed.gather_object(headers, listed, dst=0, group=self.grid.pipeline)
@@ -205,13 +205,8 @@ class StagedWeights(Sharding):
             if parameters[name].grad is not None:
                 torch.distributed.all_reduce(parameters[name].grad, group=group)
 
-    def gradients_counted_here(self) -> list[Tensor]:
-        """Return the gradients that this process adds to the norm, so that its pipeline counts each parameter once. Local."""
-        return [
-            value.grad for name, value in self.parameters().items() if value.grad is not None and self._is_first_owner(name)
-        ]
-
-    def _is_first_owner(self, name: str) -> bool:
+    def is_first_owner(self, name: str) -> bool:
+        """Say whether this process counts a tensor that several stages of its pipeline may have. Local."""
         return self._owners[name][0] == self.grid.pp_rank
 
 

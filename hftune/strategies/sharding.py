@@ -221,7 +221,11 @@ class Sharding(ABC):
             self.scatter(value, tensors["optimizer"].get(key), shape, dtype)
             if parameter is not None:
                 state[parameter][moment] = value.cpu() if moment == "step" and parameter not in on_device else value
-        self._load_average(incoming.get("ema"), tensors.get("ema", {}))
+        if self.average is not None and "ema" not in incoming:
+            self.average.restart()
+        elif self.average is not None:
+            for name, shape, dtype in incoming["ema"]:
+                self.scatter(self.average.values.get(name), tensors.get("ema", {}).get(name), shape, dtype)
         for key, value in incoming.get("optimizer_plain", {}).items():
             name, _, moment = key.rpartition("/")
             if name in parameters:
@@ -232,17 +236,6 @@ class Sharding(ABC):
         if scaler is not None and "scaler" in incoming:
             values = incoming["scaler"]
             scaler.load_state_dict({**values, "scale": values["scale"] / self.group.num_processes})
-
-    def _load_average(
-        self, described: Sequence[tuple[str, torch.Size, torch.dtype]] | None, saved: Mapping[str, Tensor]
-    ) -> None:
-        """Load the moving averages; they start here if there are none yet. Collective."""
-        if self.average is None:
-            return
-        if described is None:
-            self.average.restart()
-        for name, shape, dtype in described or []:
-            self.scatter(self.average.values.get(name), saved.get(name), shape, dtype)
 
     def _describe(self, saved: SavedState) -> dict[str, Any]:
         """Check a saved state against this model; return names, shapes and types of the tensors to come, and the values."""

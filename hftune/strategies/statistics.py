@@ -96,11 +96,7 @@ class RunningStatistics:
 def freeze(modules: Iterable[nn.Module]) -> None:
     """Keep modules in evaluation mode in every forward pass, whatever mode the model is put into."""
     for module in modules:
-        module.register_forward_pre_hook(_stay_in_evaluation_mode)
-
-
-def _stay_in_evaluation_mode(module: nn.Module, args: object) -> None:
-    module.training = False
+        module.register_forward_pre_hook(lambda module, args: setattr(module, "training", False))
 
 
 def class_names(places: Iterable[Place]) -> list[str]:

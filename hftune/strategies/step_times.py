@@ -105,15 +105,12 @@ class StepTimes:
         """End the step: its gradient is applied."""
         computing_s = 0.0 if self._computing is None else self._computing.seconds()
         now = time.perf_counter()
-        self._told = [self._loading_s, computing_s, float(self._peak_bytes())]
+        # The most that tensors took on a GPU since ``take``; on a CPU, what the process takes now.
+        is_gpu = self.device.type == "cuda"
+        num_bytes = torch.cuda.max_memory_allocated(self.device) if is_gpu else self._process.memory_info().rss
+        self._told = [self._loading_s, computing_s, float(num_bytes)]
         self._told_of_s = now - (self._began or now)
         self.discard()
-
-    def _peak_bytes(self) -> int:
-        """Return the most that tensors took on a GPU since ``take``; on a CPU, what the process takes now."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        return self._process.memory_info().rss
 
     def discard(self) -> None:
         """Forget the current step."""

@@ -48,8 +48,7 @@ def packing_problem(
     from hftune.models.packing import MASK, NotPackable, attention_calls, install, stack_of  # imports transformers
 
     try:
-        layers = stack_of(model)
-        undo = install(model, layers)
+        undo = install(model)
     except NotPackable as error:
         return str(error)
     try:
@@ -63,8 +62,8 @@ def packing_problem(
             for dtype in (half,) if has_half else (None, half) if half else (None,):
                 with torch.autocast(device.type, dtype, enabled=dtype is not None), attention_calls() as calls:
                     padded, packed = model(**inputs), compute(model, **inputs, packing=packing)
-                if len(calls) != len(layers):
-                    return f"{len(calls)} of its {len(layers)} layers can"
+                if len(calls) != (count := len(stack_of(model))):
+                    return f"{len(calls)} of its {count} layers can"
                 tolerance = tolerance_of(device, dtype)
                 losses = task.loss(padded, target), task.loss(packed, target)
                 if not alike(losses[0], losses[1], tolerance) or not alike(padded, packed, tolerance, inputs.get(MASK)):

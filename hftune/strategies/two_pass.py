@@ -3,8 +3,8 @@
 No process could keep the graphs of all micro-batches at once, so the gradient is cached where they meet, at the embeddings:
 
 1. ``DataParallel._embed``: each process computes the embeddings of its micro-batches without a graph.
-2. ``cache``: all processes exchange them, and each computes loss and gradient with respect to all embeddings of the step.
-3. ``DataParallel.backward`` computes each micro-batch again, with its graph, which ``CachedLosses.of`` continues.
+2. ``cached_losses``: all processes exchange them, and each computes the step's loss and its gradient with respect to them.
+3. ``DataParallel.backward`` computes each micro-batch again, with its graph, which continues from there.
 
 Dropout is keyed by step and micro-batch, so the second pass draws what the first one drew, and the result is exactly the
 gradient of the loss over the global batch, on any number of processes. A step of one micro-batch per process needs no second
@@ -16,7 +16,6 @@ Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory L
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -28,20 +27,6 @@ from hftune.task import BatchLossTask
 
 SumUp = Callable[[Tensor], Tensor]
 """Returns the sum of a tensor over the processes."""
-
-
-@dataclass(frozen=True)
-class CachedLosses:
-    """Loss and gradient of this process's micro-batches, as the whole step gives them; zeros for dummies."""
-
-    losses: list[Tensor]
-    """Of each micro-batch: the sum over its samples, a scalar."""
-    gradients: list[Tensor]
-    """With respect to each micro-batch's embeddings, (B, ...)."""
-
-    def of(self, index: int, embeddings: Tensor) -> Tensor:
-        """Return the loss of a micro-batch, whose gradient with respect to its embeddings is the one of the whole step."""
-        return _Cached.apply(embeddings, self.losses[index], self.gradients[index])
 
 
 class _Cached(torch.autograd.Function):
@@ -58,21 +43,27 @@ class _Cached(torch.autograd.Function):
         return gradient * scale, None, None
 
 
-def cache(
+def cached_losses(
     task: BatchLossTask, batch: StepBatch, embeddings: Sequence[Tensor], labels: Sequence[Tensor], sum_up: SumUp
-) -> CachedLosses:
+) -> Callable[[int, Tensor], Tensor]:
     """Exchange the embeddings of a step and differentiate its loss, the same on each process. Collective.
 
     Args:
         embeddings: of each micro-batch of this process, (B, ...), without a graph.
         labels: of each of them, as ``task.batch_labels`` returns them, (B, ...).
+
+    Returns:
+        A function of a micro-batch's index and its embeddings, with their graph, that returns its summed loss, whose gradient
+        is the one of the whole step; of a dummy, zeros.
     """
     losses_B, gradient = step_losses(task, batch, embeddings, labels, sum_up)
-    rows = [rows_of(batch, index) for index in range(len(batch.mine))]
-    return CachedLosses(
-        [losses_B.new_zeros(()) if span is None else losses_B[span].sum() for span in rows],
-        [torch.zeros_like(own) if span is None else gradient[span] for span, own in zip(rows, embeddings, strict=True)],
-    )
+
+    def loss_of(index: int, own: Tensor) -> Tensor:
+        if (span := rows_of(batch, index)) is None:
+            return _Cached.apply(own, losses_B.new_zeros(()), torch.zeros_like(own))
+        return _Cached.apply(own, losses_B[span].sum(), gradient[span])
+
+    return loss_of
 
 
 def step_losses(
@@ -80,11 +71,19 @@ def step_losses(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of each sample of a step, (B,), and the gradient of their sum with respect to all embeddings, (B, ...).
 
-    In the plan's order, on each process. Arguments as for ``cache``. Collective.
+    In the plan's order, on each process. Arguments as for ``cached_losses``. Collective.
     """
-    rows = [rows_of(batch, index) for index in range(len(batch.mine))]
-    everything = _exchanged(batch, rows, embeddings, sum_up).requires_grad_()
-    all_labels = _exchanged(batch, rows, labels, sum_up)
+    num_samples = sum(len(micro_batch.samples) for micro_batch in batch.plan)
+
+    def exchanged(own: Sequence[Tensor]) -> Tensor:
+        """Return what all processes have, in the plan's order: an exact sum, as only one process has each row."""
+        everything = own[0].new_zeros(num_samples, *own[0].shape[1:])
+        for index, values in enumerate(own):
+            if (span := rows_of(batch, index)) is not None:
+                everything[span] = values
+        return sum_up(everything)
+
+    everything, all_labels = exchanged(embeddings).requires_grad_(), exchanged(labels)
     with torch.enable_grad():
         losses_B = task.batch_losses(everything, all_labels)
         (gradient,) = torch.autograd.grad(losses_B.sum(), everything)
@@ -98,13 +97,3 @@ def rows_of(batch: StepBatch, index: int) -> slice | None:
     place = batch.mine[index].index
     starts = [0, *accumulate(len(micro_batch.samples) for micro_batch in batch.plan)]
     return slice(starts[place], starts[place + 1])
-
-
-def _exchanged(batch: StepBatch, rows: Sequence[slice | None], own: Sequence[Tensor], sum_up: SumUp) -> Tensor:
-    """Return what all processes have, in the plan's order: an exact sum, as only one process has each row."""
-    num_samples = sum(len(micro_batch.samples) for micro_batch in batch.plan)
-    everything = own[0].new_zeros(num_samples, *own[0].shape[1:])
-    for span, values in zip(rows, own, strict=True):
-        if span is not None:
-            everything[span] = values
-    return sum_up(everything)

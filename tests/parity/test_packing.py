@@ -58,7 +58,7 @@ def losses(family, fields, checkpointing=False, side="right"):
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if packed:
-            install(model, stack_of(model))
+            install(model)
             with without_masks(), attention_calls() as calls:
                 logits = model(input_ids=ids_BT, attention_mask=mask_BT, packing=Packing.of(mask_BT)).logits
                 assert len(calls) == len({*calls}) == 3
@@ -99,7 +99,7 @@ def test_packed_is_padded_also_with(family, fields, options):
 def test_models_whose_attention_is_their_own_are_refused(family):
     model, _ = build(family, GPT if family == "gptj" else {"n_layer": 3, "n_head": 4} if family == "bloom" else {})
     with pytest.raises(NotPackable, match=r"it has no stack|its attention is eager"):
-        install(model, stack_of(model))
+        install(model)
 
 
 def test_layers_that_also_carry_a_state_along_are_refused_whatever_it_is_worth():
@@ -114,7 +114,7 @@ def test_without_packing_the_model_is_what_it_was_and_undoing_leaves_no_trace():
     ids_BT, mask_BT = batch()
     model, _ = build("bert", {})
     before = model.eval()(input_ids=ids_BT, attention_mask=mask_BT).logits
-    undo = install(model, stack_of(model))
+    undo = install(model)
     assert torch.equal(model(input_ids=ids_BT, attention_mask=mask_BT).logits, before)
     undo()
     assert model.config._attn_implementation == "sdpa"
@@ -124,7 +124,7 @@ def test_without_packing_the_model_is_what_it_was_and_undoing_leaves_no_trace():
 def test_texts_do_not_see_each_other():
     ids_BT, mask_BT = batch()
     model, _ = build("bert", {})
-    install(model.eval(), stack_of(model))
+    install(model.eval())
     changed_BT = ids_BT.clone()
     changed_BT[1, 4] = (changed_BT[1, 4] + 1) % 40 + 3
     with without_masks():

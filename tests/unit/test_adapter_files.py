@@ -16,7 +16,7 @@ from hftune.distributed.preflight import check_launcher
 from hftune.models.adapter_files import answers, is_quantized, merge, plain_model
 from hftune.models.adapters import add_adapter, check_installed, new_modules
 from hftune.models.kinds import drawn_parameters
-from hftune.models.packing import install, stack_of
+from hftune.models.packing import install
 from hftune.models.pretrained import load_config, load_model, load_saved, loading, quantization, saved_config
 from tests.support.runs import FSDP
 
@@ -165,7 +165,7 @@ def test_base_without_a_name_goes_along(tmp_path):
 
 def test_merged_and_both_are_plain_models_with_and_without_the_adapters(llama, tmp_path):
     model = adapted("AutoModelForCausalLM", llama / "base")
-    install(model, stack_of(model))  # the hooks of a model in training
+    install(model)  # the hooks of a model in training
     for kind in ("merged", "both"):
         export(Saver(), model, tmp_path / kind, kind=kind)
         assert (answers(loaded("AutoModelForCausalLM", tmp_path / kind)) - answers(model)).abs().max() < 1e-6

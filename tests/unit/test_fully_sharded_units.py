@@ -6,8 +6,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2Model
 
 from hftune import ConfigError
-from hftune.strategies.absent_model import ModelNeeded, absent_model
 from hftune.strategies.fully_sharded import gathered_in_bf16
+from hftune.strategies.whole_model import ModelNeeded, absent_model
 
 
 def sharded(monkeypatch, model, blocks):

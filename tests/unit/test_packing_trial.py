@@ -11,7 +11,7 @@ from hftune.batch_plan import BatchPlan
 from hftune.build import build
 from hftune.distributed.progress import Progress
 from hftune.errors import DataError
-from hftune.models.packing import Packing, install, stack_of
+from hftune.models.packing import Packing, install
 from hftune.settle import default_parts, idle_notices, padding_share, settle_packing, width_of
 from hftune.strategies.packing import collate_for, compute, inputs_of
 from hftune.strategies.trial import packing_problem, trial_samples
@@ -190,7 +190,7 @@ def test_rotary_layers_compute_the_same_packed_in_bf16_and_drop_attention_out():
     packing, is_text_BT = Packing.of(mask_BT), mask_BT.bool()
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(**inputs).logits[is_text_BT].detach()
-        install(model, stack_of(model))
+        install(model)
         logits = compute(model, **inputs, packing=packing).logits[is_text_BT]
         dropped = compute(model.train(), **inputs, packing=packing).logits[is_text_BT]
     assert torch.allclose(logits, expected, rtol=0, atol=2**-6 * float(expected.abs().max()))  # a few roundings to 8 bits

@@ -1,12 +1,12 @@
-"""A full model without values, and how it is filled with them. Independent of processes."""
+"""What stands for a whole model that no process holds: one without values, or one that tells of its use. Knows no processes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -35,3 +35,20 @@ def tied_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that a model has under more than one name."""
     counts = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     return {parameter for parameter, count in counts.items() if count > 1}
+
+
+class ModelNeeded(BaseException):
+    """A task has used the model that it was given for its predictions. Not an error: handlers of errors let it pass."""
+
+
+USES = ("__getattribute__", "__setattr__", "__call__", "__getitem__", "__iter__", "__len__", "__bool__", "__contains__")
+
+
+def absent_model(note: Callable[[], None]) -> Any:
+    """Return what takes the place of the model: any use of it, even ``isinstance``, calls ``note`` and raises ModelNeeded."""
+
+    def use(*args: Any, **kwargs: Any) -> NoReturn:
+        note()
+        raise ModelNeeded("the whole model is used here, which this process has not gathered")
+
+    return type("AbsentModel", (), dict.fromkeys(USES, use))()
