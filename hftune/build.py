@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
 from itertools import chain, islice
 from typing import Any
 
@@ -107,8 +106,6 @@ def check_names(recipe: Recipe) -> None:
     raise ConfigError."""
     optimizer_class(recipe.train)
     check_installed(recipe.adapter)
-    if recipe.train.head_loss == "liger" and (problem := liger_problem(recipe)) is not None:
-        raise ConfigError(f"train.head_loss=liger: {problem}. Set train.head_loss=auto.")
     if (path := own_weights(recipe)) is not None:
         weight_files(path)
 
@@ -194,15 +191,6 @@ def plan_batches(recipe: Recipe, dataset: Any) -> BatchPlan:
         seed=recipe.seed,
         mixture=recipe.task.mixture(dataset),
     )
-
-
-def liger_problem(recipe: Recipe) -> str | None:
-    """Return why a recipe cannot use Liger's kernel, on any device; None if it may."""
-    if not recipe.task.scored_head:
-        return f"{type(recipe.task).__name__} does not predict tokens"
-    if recipe.parallel.pipeline_stages > 1:
-        return "a pipeline returns logits"
-    return None if find_spec("liger_kernel") else "liger-kernel is not installed: pip install liger-kernel"
 
 
 def total_steps(config: TrainConfig, plan: BatchPlan) -> int:

@@ -136,34 +136,24 @@ def settle_head(
 
     Returns:
         Sentences on why the logits are computed as a whole.
-
-    Raises:
-        ConfigError: ``train.head_loss=liger`` cannot be used.
     """
-    kernel = recipe.train.head_loss
-    if kernel != "liger" and not may_score_head(recipe, model):
+    if not may_score_head(recipe, model):
         return []
     from hftune.models import scored_head
 
-    if kernel == "liger" and (problem := scored_head.liger_problem(model, strategy.device)) is not None:
-        raise ConfigError(f"train.head_loss=liger: {problem}. Set train.head_loss=auto.")
-    if not may_score_head(recipe, model):
-        raise ConfigError(f"train.head_loss=liger: {type(model).__name__} is compiled as a whole. Set train.compile=false.")
     lengths = recipe.task.lengths(dataset)
     longest = max((int(found.max()) for rows in others if (found := recipe.task.lengths(rows)) is not None), default=1)
     longest = longest if lengths is None else max(longest, int(lengths.max()))
-    if kernel == "auto" and rows * longest * scored_head.Head.of(model).num_words <= scored_head.AT_ONCE:
+    if rows * longest * scored_head.Head.of(model).num_words <= scored_head.AT_ONCE:
         return []
     sample = 0 if lengths is None else int(np.argsort(lengths, kind="stable")[len(lengths) // 2])
     strategy.progress.stage("trying the loss in chunks")
     half = HALF[strategy.precision]
     reason = strategy.on_main(lambda: head_problem(model, recipe.task, dataset, sample, strategy.device, half))
     if reason is None:
-        scored_head.install(model, "liger" if kernel == "liger" else "chunks")
+        scored_head.install(model)
         strategy.scores_head = True
         return []
-    if kernel == "liger":
-        raise ConfigError(f"train.head_loss=liger: {type(model).__name__} cannot use it, because {reason}.")
     return [f"The logits of a micro-batch are computed all at once, because {reason}."]
 
 

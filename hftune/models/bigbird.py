@@ -155,7 +155,9 @@ class PrefixLM(BertLMHeadModel):
             **kwargs,
         }
         if self.config._attn_implementation == ATTENTION and not num_cached and not torch.compiler.is_compiling():
-            is_padded = use_cache or past_key_values is not None or self._shows_layers(kwargs)
+            shows_layers = kwargs.get("output_hidden_states")  # which have rows then
+            shows_layers = self.config.output_hidden_states if shows_layers is None else shows_layers
+            is_padded = use_cache or past_key_values is not None or shows_layers
             prefix = Prefix.of(token_type_ids == 1, valid_BK, not is_padded) if packing is None else packing
             with without_masks():
                 return super().forward(prefix=prefix, **given)
@@ -169,11 +171,6 @@ class PrefixLM(BertLMHeadModel):
         """Return where sources and titles of a batch on the host are, for ``forward``."""
         is_title_BT, valid_BT = inputs["token_type_ids"] == 1, inputs["attention_mask"].bool()
         return Prefix.of(is_title_BT, valid_BT, packs_layers=True, is_asked_for=True)
-
-    def _shows_layers(self, given: Mapping[str, Any]) -> bool:
-        """Return whether the caller wants the hidden states of each layer, which have rows then."""
-        asked = given.get("output_hidden_states")
-        return self.config.output_hidden_states if asked is None else asked
 
     def generate(
         self,

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -295,30 +295,23 @@ def _counted(seen_BHNN: Tensor) -> tuple[Tensor, Tensor]:
 def _attend_middle(
     q_BHMSD: Tensor, k_BHNSD: Tensor, v_BHNSD: Tensor, blocks_BHMK: Tensor, used_BHMK: Tensor, valid_BT: Tensor
 ) -> Tensor:
-    """Return the context (B, H, M, S, D) of middle blocks, each over the key blocks that ``blocks_BHMK`` names for it."""
-    count = _heads_at_once(blocks_BHMK.shape, *q_BHMSD.shape[-2:])
-    inputs = (q_BHMSD, k_BHNSD, v_BHNSD, blocks_BHMK, used_BHMK)
-    parts = zip(*(x.split(count, 1) for x in inputs), strict=True)
-    return torch.cat([_attend_heads(q, k, v, blocks, used, valid_BT) for q, k, v, blocks, used in parts], 1)
+    """Return the context (B, H, M, S, D) of middle blocks, each over the key blocks that ``blocks_BHMK`` names for it.
 
+    Some heads at a time.
+    """
+    (B, _, M, K), (S, D) = blocks_BHMK.shape, q_BHMSD.shape[-2:]
+    count = max(1, min(GATHERED_ELSEWHERE // (B * M * K * S * D), MAX_GRID // (B * M)))
+    inputs, contexts = (q_BHMSD, k_BHNSD, v_BHNSD, blocks_BHMK, used_BHMK), []
+    for *qkv, blocks, used in zip(*(x.split(count, 1) for x in inputs), strict=True):
+        places_and_mask = _places(qkv[1].shape, blocks, used, valid_BT)
 
-def _heads_at_once(shape_BHMK: Sequence[int], S: int, D: int) -> int:
-    """Return how many heads' blocks are gathered at a time."""
-    B, _, M, K = shape_BHMK
-    return max(1, min(GATHERED_ELSEWHERE // (B * M * K * S * D), MAX_GRID // (B * M)))
+        def attend(q: Tensor, k: Tensor, v: Tensor, gathered_XK: Tensor, mask_X11Y: Tensor) -> Tensor:
+            keys_and_values = (_gather(_as_rows(x), gathered_XK, D) for x in (k, v))
+            return scaled_dot_product_attention(_one_each(q), *keys_and_values, mask_X11Y).view(q.shape)  # type: ignore
 
-
-def _attend_heads(
-    q_BHMSD: Tensor, k_BHNSD: Tensor, v_BHNSD: Tensor, blocks_BHMK: Tensor, used_BHMK: Tensor, valid_BT: Tensor
-) -> Tensor:
-    gathered_XK, mask_X11Y = _places(k_BHNSD.shape, blocks_BHMK, used_BHMK, valid_BT)
-
-    def attend(q_BHMSD: Tensor, k_BHNSD: Tensor, v_BHNSD: Tensor) -> Tensor:
-        keys_and_values = (_gather(_as_rows(x_BHNSD), gathered_XK, x_BHNSD.shape[-1]) for x_BHNSD in (k_BHNSD, v_BHNSD))
-        return scaled_dot_product_attention(_one_each(q_BHMSD), *keys_and_values, mask_X11Y).view(q_BHMSD.shape)  # type: ignore
-
-    # There is nothing random in it.
-    return checkpoint(attend, q_BHMSD, k_BHNSD, v_BHNSD, use_reentrant=False, preserve_rng_state=False)
+        # There is nothing random in it.
+        contexts.append(checkpoint(attend, *qkv, *places_and_mask, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(contexts, 1)
 
 
 def _attend_middle_on_cpu(

@@ -75,12 +75,6 @@ def _with_room(states_BHKd: Tensor, num_copies: int, room: int) -> Tensor:
     return buffer.flatten(0, 1)
 
 
-def can_continue(config: GenerationConfig) -> bool:
-    """Return whether ``generate`` can start from a given cache: not with a kind of cache or of decoding that needs its own."""
-    needs_its_own = (config.cache_implementation, config.prefill_chunk_size)
-    return config.use_cache is not False and needs_its_own == (None, None) and config.get_generation_mode() in CONTINUABLE
-
-
 def continued(outputs: Any, num_title_tokens: int, config: GenerationConfig) -> dict[str, Any]:
     """Return what ``generate`` needs in order not to read the sources again; as little as it can use with these settings.
 
@@ -93,18 +87,21 @@ def continued(outputs: Any, num_title_tokens: int, config: GenerationConfig) -> 
     given: dict[str, Any] = {}
     if (hidden_BTC := getattr(outputs, "encoder_last_hidden_state", None)) is not None:
         given["encoder_outputs"] = BaseModelOutput(last_hidden_state=hidden_BTC)
-    cache = getattr(outputs, "past_key_values", None)
-    if cache is None or not can_continue(config):
+    cache, num_rows = getattr(outputs, "past_key_values", None), max(config.num_beams or 1, config.num_return_sequences or 1)
+    needs_its_own = (config.cache_implementation, config.prefill_chunk_size)  # kinds of cache, as some kinds of decoding do
+    if cache is None or config.use_cache is False or needs_its_own != (None, None):
+        return given
+    if config.get_generation_mode() not in CONTINUABLE:
         return given
     if isinstance(cache, EncoderDecoderCache):  # keys and values of the source; what the decoder cached itself is all title
         if not _is_plain(cache.self_attention_cache) or not _is_plain(cache.cross_attention_cache):
             return given
-        _repeat(cache.cross_attention_cache, rows_per_source(config), room=0)
+        _repeat(cache.cross_attention_cache, num_rows, room=0)
         return {**given, "past_key_values": EncoderDecoderCache(DynamicCache(), cache.cross_attention_cache)}
     if given:  # a decoder beside an encoder whose cache is of its own kind
         return given
     cache.crop(-num_title_tokens)
-    _repeat(cache, rows_per_source(config))
+    _repeat(cache, num_rows)
     return {**given, "past_key_values": cache}
 
 
@@ -162,8 +159,3 @@ def changed(config: GenerationConfig, settings: Mapping[str, Any]) -> Generation
             f"task.generation.{key} is not a key of transformers' GenerationConfig.{did_you_mean(key, config.to_dict())}"
         )
     return config
-
-
-def rows_per_source(config: GenerationConfig) -> int:
-    """Return how many rows ``generate`` computes for each source: one a beam."""
-    return max(config.num_beams or 1, config.num_return_sequences or 1)

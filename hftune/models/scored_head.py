@@ -92,20 +92,12 @@ class Head:
             logits_RV = logits_RV.float()
         return cross_entropy(logits_RV, targets_R, reduction=reduction)
 
-    def rows_at_once(self, hidden: Tensor, at_once: int) -> int:
-        """Return the rows of a chunk."""
-        return max(1, at_once // self.num_words, MIN_ROWS_ON_GPU if hidden.is_cuda else 1)
 
-
-def install(model: nn.Module, kernel: str = "chunks", at_once: int | None = None) -> Callable[[], None]:
+def install(model: nn.Module, at_once: int | None = None) -> Callable[[], None]:
     """Let a model that has a ``Head`` take ``targets`` beside its inputs; return a function that undoes it.
 
-    Given them, it returns a ``ScoredOutput`` instead of logits, unless the micro-batch has at most ``at_once`` logits: then it
-    returns what it always does, the same bits.
-
-    Args:
-        kernel: chunks, or liger, which computes training passes of any size by Liger's kernel.
-        at_once: None: ``AT_ONCE``.
+    Given them, it returns a ``ScoredOutput`` instead of logits, unless the micro-batch has at most ``at_once`` logits (None:
+    ``AT_ONCE``): then it returns what it always does, the same bits.
     """
     own, original = vars(model).get("forward"), model.forward.__func__
 
@@ -113,15 +105,14 @@ def install(model: nn.Module, kernel: str = "chunks", at_once: int | None = None
     def forward(self: Any, *args: Any, targets: Tensor | None = None, **inputs: Any) -> Any:
         if targets is None:
             return original(self, *args, **inputs)
-        head, fuses = Head.of(self), kernel == "liger" and torch.is_grad_enabled()
-        most = AT_ONCE if at_once is None else at_once
-        if not fuses and targets.numel() * head.num_words <= most:
+        head, most = Head.of(self), AT_ONCE if at_once is None else at_once
+        if targets.numel() * head.num_words <= most:
             return original(self, *args, **inputs)
         losses_BT: Tensor | None = None
 
         def score(hidden_BTC: Tensor) -> Tensor:
             nonlocal losses_BT
-            loss_sum, losses_BT = _score(head, hidden_BTC, targets, most, fuses)
+            loss_sum, losses_BT = _score(head, hidden_BTC, targets, most)
             return loss_sum.view(1, 1, 1).clone()  # a logit, for what the model does behind its head; FSDP wants no view
 
         with _replaced(head.module, score) as sums:
@@ -161,34 +152,24 @@ def _replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterato
             module.forward = own
 
 
-def _score(head: Head, hidden_BTC: Tensor, targets_BT: Tensor, at_once: int, fuses: bool) -> tuple[Tensor, Tensor | None]:
+def _score(head: Head, hidden_BTC: Tensor, targets_BT: Tensor, at_once: int) -> tuple[Tensor, Tensor | None]:
     """Return the sum of the losses; and, without gradient, each of them."""
     if hidden_BTC.shape[:2] != targets_BT.shape:
         raise ValueError(
             f"the head is given {tuple(hidden_BTC.shape[:2])} tokens, and the targets are {tuple(targets_BT.shape)}"
         )
     targets = targets_BT.flatten()
-    places_R = _places(targets)
+    # In a plan, tensors have no values: then all are to be predicted. Otherwise this waits for the device, once.
+    is_plan = isinstance(targets, FakeTensor)
+    places_R = torch.arange(len(targets), device=targets.device) if is_plan else (targets != NO_TARGET).nonzero().flatten()
     hidden_RC, targets_R = hidden_BTC.flatten(0, 1).index_select(0, places_R), targets[places_R]
-    if fuses:
-        return _by_liger(head, hidden_RC, targets_R), None
-    size = head.rows_at_once(hidden_RC, at_once)
+    size = max(1, at_once // head.num_words, MIN_ROWS_ON_GPU if hidden_RC.is_cuda else 1)
     if torch.is_grad_enabled():
         trained = [parameter for parameter in head.module.parameters() if parameter.requires_grad]
         return _ChunkedLoss.apply(hidden_RC, targets_R, head, size, *trained), None
     chunks = zip(hidden_RC.split(size), targets_R.split(size), strict=True)
     losses_R = torch.cat([head.losses(hidden, target, "none") for hidden, target in chunks])
     return losses_R.sum(), losses_R.new_zeros(len(targets)).index_copy(0, places_R, losses_R).view_as(targets_BT)
-
-
-def _places(targets: Tensor) -> Tensor:
-    """Return the indices of the targets that are to be predicted. Waits for the device, once.
-
-    In a plan, tensors have no values: then all are to be predicted.
-    """
-    if isinstance(targets, FakeTensor):
-        return torch.arange(len(targets), device=targets.device)
-    return (targets != NO_TARGET).nonzero().flatten()
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -205,7 +186,10 @@ class _ChunkedLoss(torch.autograd.Function):
                 hidden = hidden_RC[rows].detach().requires_grad_()
                 loss = head.losses(hidden, targets_R[rows])
             gradient_RC[rows], *found = torch.autograd.grad(loss, [hidden, *trained], allow_unused=True)
-            gradients = [_added(known, new) for known, new in zip(gradients, found, strict=True)]
+            # None: the parameter is not used, like those of an adapter that is switched off.
+            gradients = [
+                new if known is None or new is None else known.add_(new) for known, new in zip(gradients, found, strict=True)
+            ]
             del found  # as large as the head
             losses.append(loss.detach())
         ctx.save_for_backward(gradient_RC, *gradients)
@@ -216,29 +200,3 @@ class _ChunkedLoss(torch.autograd.Function):
         """Scale the gradients in place, as they may be large; torch refuses a second backward pass, which would find that."""
         hidden, *parameters = [None if gradient is None else gradient.mul_(scale) for gradient in ctx.saved_tensors]
         return hidden, None, None, None, *parameters
-
-
-def _added(known: Tensor | None, new: Tensor | None) -> Tensor | None:
-    """Add up gradients in place. None: the parameter is not used, like those of an adapter that is switched off."""
-    return new if known is None or new is None else known.add_(new)
-
-
-def liger_problem(model: nn.Module, device: torch.device) -> str | None:
-    """Return why Liger's kernel cannot compute this model's loss here; None if it can."""
-    head = Head.of(model)
-    if device.type != "cuda":
-        return f"it runs on GPUs, and this is a {device.type} device"
-    if head is None or type(head.module) is not nn.Linear:
-        kind = "none" if head is None else f"one of type {type(head.module).__name__}"
-        return f"it needs a plain linear head, and {type(model).__name__} has {kind}"
-    if head.scale != 1.0 or head.bias is not None:
-        return f"it does not scale or shift logits, as {type(model).__name__} does"
-    return None
-
-
-def _by_liger(head: Head, hidden_RC: Tensor, targets_R: Tensor) -> Tensor:
-    """Compute the sum by Liger's kernel, with gradients added up in float32."""
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    options = {"softcap": head.cap, "reduction": "sum", "accum_dtype": torch.float32}
-    return liger_fused_linear_cross_entropy(hidden_RC, head.module.weight, targets_R, head.module.bias, **options)

@@ -35,22 +35,18 @@ class Block(nn.Module):
         return self.direct(x_NCHW) + self.conv2(silu(self.norm2(h_NCHW)))
 
 
-def from_around(image_N3HW: Tensor, mask_N1HW: Tensor) -> Tensor:
-    """Return images whose masked pixels are filled smoothly with the colours around the mask, without learned weights.
+@torch.no_grad()
+def from_around(image_N3HW: Tensor, whole_N1HW: Tensor) -> Tensor:
+    """Return images, which are 1 in ``whole``, with the other pixels filled smoothly with the colours around them.
 
-    Halves the image repeatedly, averaging undamaged pixels only. A hole gets the colours of the finest level that has any.
+    Halves the image repeatedly, averaging whole pixels only. A hole gets the colours of the finest level that has any.
     Source: "pull-push" of Gortler, Grzeszczuk, Szeliski, Cohen 1996, "The Lumigraph".
     """
-    with torch.no_grad():
-        return _pull_push(image_N3HW, 1 - mask_N1HW)
-
-
-def _pull_push(image_N3HW: Tensor, whole_N1HW: Tensor) -> Tensor:
     if max(image_N3HW.shape[2:]) == 1:
         return image_N3HW
     share_N1HW = avg_pool2d(whole_N1HW, 2, ceil_mode=True)
     sum_N3HW = avg_pool2d(image_N3HW * whole_N1HW, 2, ceil_mode=True)
-    coarse_N3HW = _pull_push(sum_N3HW / share_N1HW.clamp(min=1e-6), (share_N1HW > 0).to(share_N1HW.dtype))
+    coarse_N3HW = from_around(sum_N3HW / share_N1HW.clamp(min=1e-6), (share_N1HW > 0).to(share_N1HW.dtype))
     pushed_N3HW = interpolate(coarse_N3HW, size=image_N3HW.shape[2:], mode="bilinear", align_corners=False)
     return torch.where(whole_N1HW > 0, image_N3HW, pushed_N3HW)
 
@@ -84,7 +80,7 @@ class UNet(nn.Module):
 
     def forward(self, image_N3HW: Tensor, mask_N1HW: Tensor) -> Tensor:
         """Return images (N, 3, H, W)."""
-        filled_N3HW = from_around(image_N3HW, mask_N1HW)
+        filled_N3HW = from_around(image_N3HW, 1 - mask_N1HW)
         # In [-1, 1], as the initialization of the convolutions expects inputs around 0.
         x_NCHW = self.first(torch.cat([2 * image_N3HW - 1, 2 * filled_N3HW - 1, mask_N1HW], dim=1))
         skips = []

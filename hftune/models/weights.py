@@ -138,14 +138,13 @@ def weights_digest(tensors: Mapping[str, Tensor], leaves_out: Callable[[Tensor],
     Args:
         leaves_out: says whether only name, shape and type of a tensor count.
     """
-    named = sorted(tensors.items())
 
     def of_bytes(value: Tensor) -> bytes:
         if leaves_out(value):
             return b""
         return sha256(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).digest()
 
-    digest = sha256()
+    named, digest = sorted(tensors.items()), sha256()
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
         for (name, value), own in zip(named, threads.map(of_bytes, [value for _, value in named]), strict=True):
             digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode() + own)

@@ -87,6 +87,7 @@ class Chats(TokenTask):
         "prompt": Role("text or messages", ("prompt", "question", "instruction"), optional_in={"train"}, usual_inputs=TEXTS)
     }
     fold_rows = None  # a chat may be several samples
+    scored_head = True
     settled_fields = ("date",)
     libraries = (*TokenTask.libraries, "hftune.data.chats", "hftune.data.tokenized", "hftune.models.generation")
 

@@ -70,6 +70,7 @@ class LanguageModeling(TokenTask):
     length_keys = ("block_length",)
     libraries = (*TextTask.libraries, "hftune.data.blocks", "hftune.models.generation", "hftune.models.transformer_lm")
     metric_directions = directions("perplexity")
+    scored_head = True
     sample_fields = ("text", "perplexity")
 
     def model_problems(self) -> Iterator[str]:

@@ -63,6 +63,7 @@ class SourceToTarget(TokenTask):
     source_shown: ClassVar[int] = MAX_SHOWN
     """Characters of a source in the rows of an evaluation."""
     libraries = (*TokenTask.libraries, "hftune.models.generation")
+    scored_head = True
     columns: ClassVar[Mapping[str, Role]] = {
         "source": Role("text", SOURCES, usual_inputs=TEXTS),
         "target": Role("text", TARGETS, optional_in={"predict"}),

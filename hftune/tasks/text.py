@@ -320,9 +320,10 @@ class TextTask(DatasetTask):
 
 @dataclass
 class TokenTask(TextTask):
-    """Base of tasks that predict tokens. The loss is cross-entropy; an item is a label other than NO_LABEL."""
+    """Base of tasks that predict tokens. The loss is cross-entropy; an item is a label other than NO_LABEL.
 
-    scored_head = True
+    A subclass whose ``predictions`` do without logits, too, says ``scored_head = True``.
+    """
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
         return head_loss(outputs, target)

@@ -264,7 +264,7 @@ def test_holes_are_filled_from_around_them_before_anything_is_learned(size):
     left_to_right = torch.linspace(0, 1, size[1]).expand(1, 3, *size)
     filled = AnySize(UNet(width=8, depth=2))(left_to_right * (1 - damaged), damaged)
     assert (filled - left_to_right).abs().max() < 0.2
-    around = from_around(left_to_right * (1 - damaged), damaged)
+    around = from_around(left_to_right * (1 - damaged), 1 - damaged)
     assert torch.equal(around[..., damaged[0, 0] == 0], left_to_right[..., damaged[0, 0] == 0])
     assert 0 < (around - left_to_right).abs().max() < 0.2
 

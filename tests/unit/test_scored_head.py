@@ -1,8 +1,6 @@
 """The loss computed together with the head: the loss and the gradient of whole logits, without the logits."""
 
-import sys
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,11 +18,10 @@ from transformers import (
 )
 
 import hftune.models.transformer_lm  # noqa: F401 - registers the classes
-from hftune import ConfigError, Recipe, Task
-from hftune.build import check_names
+from hftune import Recipe, Task
 from hftune.models import scored_head
 from hftune.models.bigbird import PrefixLM, PrefixLMConfig
-from hftune.models.scored_head import Head, ScoredOutput, install, liger_problem
+from hftune.models.scored_head import Head, ScoredOutput, install
 from hftune.planning.plan import make_plan
 from hftune.strategies.packing import reads_scores
 from hftune.strategies.trial import head_problem
@@ -289,46 +286,6 @@ def test_the_trial_finds_a_loss_that_needs_logits(samples):
 
 def test_a_subclass_with_predictions_of_its_own_is_given_logits():
     assert reads_scores(Tokens()) and reads_scores(LanguageModeling()) and not reads_scores(OwnPredictions())
-
-
-def test_liger_is_refused_where_it_cannot_run():
-    model, cpu, gpu = decoder("llama"), torch.device("cpu"), torch.device("cuda")
-    assert liger_problem(model, cpu) == "it runs on GPUs, and this is a cpu device"
-    assert liger_problem(model, gpu) is None
-    assert "scale or shift logits, as GraniteForCausalLM does" in liger_problem(decoder("granite"), gpu)
-    model.lm_head = nn.Sequential(model.lm_head)
-    assert liger_problem(model, gpu) == "it needs a plain linear head, and LlamaForCausalLM has one of type Sequential"
-
-
-@pytest.mark.parametrize(
-    ("recipe", "words", "message"),
-    [
-        ("wikitext2_demo", (), "liger-kernel is not installed: pip install liger-kernel"),
-        ("wikitext2_demo", ("parallel.pipeline_stages=2",), "a pipeline returns logits"),
-        ("yelp_demo", (), "SequenceClassification does not predict tokens"),
-    ],
-)
-def test_liger_is_refused_before_data_and_model_are_loaded(recipe, words, message):
-    with pytest.raises(ConfigError, match=f"^train.head_loss=liger: {message}. Set train.head_loss=auto.$"):
-        check_names(Recipe.load(recipe, "train.head_loss=liger", *words))
-
-
-def test_liger_is_called_with_the_rows_that_have_a_target(monkeypatch):
-    def kernel(hidden, weight, target, bias, softcap, reduction, accum_dtype):
-        assert (target != -100).all() and reduction == "sum" and accum_dtype == torch.float32 and bias is None
-        return cross_entropy(softcap * torch.tanh(hidden @ weight.T / softcap), target, reduction=reduction)
-
-    functional = SimpleNamespace(liger_fused_linear_cross_entropy=kernel)
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", functional)
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", SimpleNamespace(functional=functional))
-    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
-    model = decoder("gemma2")
-    inputs, labels = batch(model)
-    expected = whole_loss(model(**inputs).logits, labels)
-    install(model, "liger")
-    assert model(**inputs, targets=labels).loss_sum.item() == pytest.approx(expected.item(), rel=1e-6)
-    with torch.no_grad():
-        assert model(**inputs, targets=labels).logits is not None
 
 
 def test_a_model_without_a_head_for_tokens_has_none():
