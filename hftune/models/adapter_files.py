@@ -97,20 +97,17 @@ def complete_adapter(model: PreTrainedModel, directory: Path, name: str | None, 
     # Here and not in peft's config: peft would ask the Hub about the base each time it saves.
     written |= {"base_model_name_or_path": base.folder(final.absolute()), "revision": commit}
     path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    write_tied(model, directory / WEIGHTS)
+    tensors = load_file(
+        directory / WEIGHTS
+    )  # save_pretrained leaves out a shared weight's second name, which peft wants to read
+    trained = {f"{PREFIX}{name}": value for name, value in model.get_adapter_state_dict().items()}
+    if missing := {name: value.detach().to("cpu", copy=True) for name, value in trained.items() if name not in tensors}:
+        save_file({**tensors, **missing}, directory / WEIGHTS, {"format": "pt"})
     config = deepcopy(model.config)
     vars(config).pop("quantization_config", None)  # the files of the base are not quantised, as it would say
     config.save_pretrained(directory / MODEL_CONFIG)
     if name is None:
         plain_model(model, merged=False).save_pretrained(directory / OWN_BASE)
-
-
-def write_tied(model: PreTrainedModel, path: Path) -> None:
-    """Write a shared weight under its second name, too, which peft wants to read. ``save_pretrained`` leaves it out."""
-    written = load_file(path)
-    trained = {f"{PREFIX}{name}": value for name, value in model.get_adapter_state_dict().items()}
-    if missing := {name: value.detach().to("cpu", copy=True) for name, value in trained.items() if name not in written}:
-        save_file({**written, **missing}, path, {"format": "pt"})
 
 
 def is_quantized(model: nn.Module) -> bool:
@@ -155,14 +152,6 @@ def load_adapter(model: PreTrainedModel, directory: Path, is_as_trained: bool = 
         raise ConfigError(f"{directory / WEIGHTS} does not fit its base model: {missing[0]} is in one of the two only.")
 
 
-def load_generation_config(model: PreTrainedModel, directory: Path) -> None:
-    """Give a model the generation config that was saved beside its adapters, if there is one."""
-    if (directory / "generation_config.json").is_file():
-        from transformers import GenerationConfig
-
-        model.generation_config = GenerationConfig.from_pretrained(directory)
-
-
 # Plain models
 
 
@@ -180,7 +169,19 @@ def merge(model: PreTrainedModel, with_adapters: bool = True) -> None:
     if with_adapters and is_quantized(model):
         raise ConfigError("Adapters cannot be merged into weights of 4 bits: load the base without adapter.quantize.")
     for name, module in [*replaced(model)]:
-        model.set_submodule(name, plain_module(module, with_adapters))
+        if hasattr(module, "original_module"):  # trained as a whole
+            trained, plain = module.modules_to_save[module.active_adapters[0]], module.original_module
+            dtypes = {value.dtype for value in plain.parameters()}
+            if with_adapters:
+                plain = trained.to(dtypes.pop()) if len(dtypes) == 1 else trained
+        else:
+            plain = module.get_base_layer()
+            dtype = plain.weight.dtype
+            if with_adapters:
+                plain.to(torch.promote_types(dtype, torch.float32))
+                module.merge(safe_merge=True)
+                plain.to(dtype)
+        model.set_submodule(name, plain)
     model._hf_peft_config_loaded = False
     del model.peft_config
     model.requires_grad_(True)
@@ -203,21 +204,6 @@ def replaced(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
     return ((name, module) for name, module in model.named_modules() if isinstance(module, kinds))
-
-
-def plain_module(module: Any, merged: bool) -> nn.Module:
-    """Return the module that peft has replaced; with what was trained, if ``merged``. Changes it in place."""
-    if hasattr(module, "original_module"):  # trained as a whole
-        trained, original = module.modules_to_save[module.active_adapters[0]], module.original_module
-        dtypes = {value.dtype for value in original.parameters()}
-        return trained.to(dtypes.pop()) if merged and len(dtypes) == 1 else trained if merged else original
-    layer = module.get_base_layer()
-    dtype = layer.weight.dtype
-    if merged:
-        layer.to(torch.promote_types(dtype, torch.float32))
-        module.merge(safe_merge=True)
-        layer.to(dtype)
-    return layer
 
 
 @torch.no_grad()

@@ -67,8 +67,15 @@ def add_adapter(model: nn.Module, config: AdapterConfig, new: Sequence[str] = ()
         )
     import_peft()
     from peft import LoraConfig
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
-    ties = tied_modules(model)
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(parameter, []).append(name.rpartition(".")[0])
+    # Modules that share a weight, each with another one that has it.
+    ties = {
+        name: next(other for other in names if other != name) for names in owners.values() if len(names) > 1 for name in names
+    }
     whole = whole_modules(model, config, new, ties)
     targets = target_modules(model, config, whole, ties)
     lora = LoraConfig(
@@ -87,24 +94,8 @@ def add_adapter(model: nn.Module, config: AdapterConfig, new: Sequence[str] = ()
         model.add_adapter(lora)
     except ValueError as error:  # of targets that peft moves
         raise ConfigError(f"adapter.targets: peft refuses them for {type(model).__name__}: {error}") from error
-    check_targets(model, targets)
-    trained = {name for name, module in model.named_modules() if hasattr(module, "original_module")}
-    if further := sorted(trained - {*whole} - ties.keys()):  # peft compares the ends of names, without a dot before them
-        raise ConfigError(
-            f"adapter.train_also: peft would train {further[0]}, too, whose name ends like one of {', '.join(whole)}. Give "
-            "longer names, or leave it out."
-        )
-    raise_precision(model)
-
-
-def check_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
-    """Make sure that the modules have got adapters that should, or raise ConfigError.
-
-    peft (0.21) takes names such as gate_proj for those that a mixture's experts had in transformers 4, and puts adapters on all
-    experts at once instead. A layer of that name beside them, as DeepSeek's shared experts have, would get none.
-    """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
+    # peft (0.21) takes names such as gate_proj for those that a mixture's experts had in transformers 4, and puts adapters on
+    # all experts at once instead. A layer of that name beside them, as DeepSeek's shared experts have, would get none.
     found = {name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
     if missing := sorted({*targets} - found):
         ends = sorted({name.rpartition(".")[2] for name in found.intersection(targets)})
@@ -113,6 +104,13 @@ def check_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
             f"adapter.targets: peft would leave out {missing[0]} of {type(model).__name__}, whose name is also that of a part "
             f"of its experts, and put adapters on these instead. {how}."
         )
+    trained = {name for name, module in model.named_modules() if hasattr(module, "original_module")}
+    if further := sorted(trained - {*whole} - ties.keys()):  # peft compares the ends of names, without a dot before them
+        raise ConfigError(
+            f"adapter.train_also: peft would train {further[0]}, too, whose name ends like one of {', '.join(whole)}. Give "
+            "longer names, or leave it out."
+        )
+    raise_precision(model)
 
 
 def raise_precision(model: nn.Module) -> None:
@@ -231,7 +229,7 @@ def whole_modules(model: PreTrainedModel, config: AdapterConfig, new: Sequence[s
     for name in whole:
         is_input = model.get_submodule(name) is model.get_input_embeddings() and name.endswith(TIED_BY_PEFT)
         if name in ties and not is_input:
-            instead = name_of(model, model.get_input_embeddings())
+            instead = next(key for key, module in model.named_modules() if module is model.get_input_embeddings())
             how = f"Name {instead} instead" if instead.endswith(TIED_BY_PEFT) else "Leave it out"
             raise ConfigError(
                 f"adapter.train_also: {name} of {type(model).__name__} shares its weights with {ties[name]}, and peft would "
@@ -319,15 +317,3 @@ def matching(model: nn.Module, pattern: str, key: str) -> list[str]:
 def name_of(model: nn.Module, module: nn.Module) -> str:
     """Return the name of a module in a model."""
     return next(name for name, other in model.named_modules() if other is module)
-
-
-def tied_modules(model: nn.Module) -> dict[str, str]:
-    """Return the names of the modules that share a weight, each with the name of another one that has it."""
-    owners: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(parameter, []).append(name.rpartition(".")[0])
-    ties = {}
-    for names in owners.values():
-        for name in names if len(names) > 1 else ():
-            ties[name] = next(other for other in names if other != name)
-    return ties

@@ -94,7 +94,9 @@ def continued(outputs: Any, num_title_tokens: int, config: GenerationConfig) -> 
     if config.get_generation_mode() not in CONTINUABLE:
         return given
     if isinstance(cache, EncoderDecoderCache):  # keys and values of the source; what the decoder cached itself is all title
-        if not _is_plain(cache.self_attention_cache) or not _is_plain(cache.cross_attention_cache):
+        # Both keep all tokens, as an empty DynamicCache will; layers with a sliding window do not.
+        both = (cache.self_attention_cache, cache.cross_attention_cache)
+        if not all(type(layer) is DynamicLayer for one in both for layer in getattr(one, "layers", [None])):
             return given
         _repeat(cache.cross_attention_cache, num_rows, room=0)
         return {**given, "past_key_values": EncoderDecoderCache(DynamicCache(), cache.cross_attention_cache)}
@@ -103,11 +105,6 @@ def continued(outputs: Any, num_title_tokens: int, config: GenerationConfig) -> 
     cache.crop(-num_title_tokens)
     _repeat(cache, num_rows)
     return {**given, "past_key_values": cache}
-
-
-def _is_plain(cache: Any) -> bool:
-    """Return whether the layers of a cache keep all tokens, as an empty DynamicCache will; those of a sliding window do not."""
-    return all(type(layer) is DynamicLayer for layer in getattr(cache, "layers", [None]))
 
 
 def _repeat(cache: DynamicCache, num_copies: int, room: int = ROOM) -> None:

@@ -64,8 +64,12 @@ def load_image_processor(
         processor = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"task.model={model} has an image processor that cannot be loaded: {message_of(error)}.") from error
-    if side is not None:
-        _resize(processor, side, f"task.model={model}")
+    if side is not None:  # all sizes in proportion, so that it returns squares of ``side`` pixels
+        factor = side / Preparation(processor, f"task.model={model}").shape[0]
+        for key in ("size", "crop_size"):
+            if sizes := getattr(processor, key, None):
+                scaled = {name: round(value * factor) for name, value in dict(sizes).items() if isinstance(value, int)}
+                setattr(processor, key, type(sizes)(**scaled))
     if mean is not None:
         processor.image_mean, processor.image_std = list(mean), list(std or processor.image_std)
     return processor
@@ -76,15 +80,6 @@ def new_image_processor(side: int, mean: Sequence[float] | None, std: Sequence[f
     return ViTImageProcessorPil(
         size={"height": side, "width": side}, image_mean=list(mean or DEFAULT_MEAN), image_std=list(std or DEFAULT_STD)
     )
-
-
-def _resize(processor: Any, side: int, name: str) -> None:
-    """Change all sizes of a processor in proportion, so that it returns squares of ``side`` pixels."""
-    factor = side / Preparation(processor, name).shape[0]
-    for key in ("size", "crop_size"):
-        if sizes := getattr(processor, key, None):
-            scaled = {name: round(value * factor) for name, value in dict(sizes).items() if isinstance(value, int)}
-            setattr(processor, key, type(sizes)(**scaled))
 
 
 def check_takes(model: PreTrainedModel, preparation: Preparation, name: str) -> None:
@@ -123,7 +118,13 @@ class Preparation:
             shapes = " and ".join(str(array.shape) for array in found)
             raise ConfigError(f"{name}: its image processor returns {shapes} for two images, not RGB images of one size.")
         self.shape: tuple[int, int, int] = (*found[0].shape[1:], 3)
-        self._measure()
+        height, width, _ = self.shape  # mean, std and the order of colours follow from what becomes of black, white and red
+        black, white, red = (
+            self._processed(np.full((height, width, 3), colour, np.uint8))[:, height // 2, width // 2].astype(float)
+            for colour in ((0, 0, 0), (255, 255, 255), (255, 0, 0))
+        )
+        self.is_bgr, std = abs(red[2] - white[2]) < TOLERANCE, 1 / (white - black)
+        self.std, self.mean = tuple(std.tolist()), tuple((-black * std).tolist())
         prepared_HWC = self.pixels(Image.fromarray(noise_HWC), name)
         if prepared_HWC.shape != self.shape or np.abs(self.normalized(prepared_HWC) - found[0]).max() > TOLERANCE:
             raise ConfigError(
@@ -133,17 +134,6 @@ class Preparation:
     @property
     def key(self) -> list[str]:
         return [self.processor.to_json_string(), transformers.__version__]
-
-    def _measure(self) -> None:
-        """Find mean, std and the order of colours from what becomes of black, white and red."""
-        height, width, _ = self.shape
-        black, white, red = (
-            self._processed(np.full((height, width, 3), colour, np.uint8))[:, height // 2, width // 2].astype(float)
-            for colour in ((0, 0, 0), (255, 255, 255), (255, 0, 0))
-        )
-        self.is_bgr = abs(red[2] - white[2]) < TOLERANCE
-        std = 1 / (white - black)
-        self.std, self.mean = tuple(std.tolist()), tuple((-black * std).tolist())
 
     def _processed(self, pixels_HWC: np.ndarray, **options: bool) -> np.ndarray:
         images = self.processor(images=Image.fromarray(pixels_HWC), **options)["pixel_values"]

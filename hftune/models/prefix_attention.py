@@ -38,17 +38,23 @@ class Prefix:
     @classmethod
     def of(cls, is_title_BT: Tensor, valid_BT: Tensor, packs_layers: bool, is_asked_for: bool = False) -> Prefix:
         """Read which tokens are real, and which of them are the title's. Waits for the device, once."""
+
+        def ranges(first: Sequence[int], lengths: Sequence[int]) -> Tensor:
+            """Return first, first + 1, ... of each row, ``lengths`` of them, one after the other."""
+            spans = zip(first, lengths, strict=True)
+            return torch.cat([torch.arange(start, start + length) for start, length in spans]).to(device)
+
         kinds_BT = torch.where(valid_BT, is_title_BT.long(), 2)
         sources, titles = ((kinds_BT == kind).sum(1) for kind in (0, 1))
         counts = torch.stack([sources, titles]).tolist()
         totals = [source + title for source, title in zip(*counts, strict=True)]
         (B, T), device = valid_BT.shape, valid_BT.device
         sorted_BT = kinds_BT.argsort(dim=1, stable=True) + T * torch.arange(B, device=device)[:, None]
-        real_N = sorted_BT.flatten()[_ranges(range(0, B * T, T), totals).to(device)]
+        real_N = sorted_BT.flatten()[ranges(range(0, B * T, T), totals)]
         first = [0, *accumulate(totals)][:-1]
         behind = [start + count for start, count in zip(first, counts[0], strict=True)]
         sources_at, titles_at = (
-            Packing.at((1, len(real_N)), _ranges(starts, lengths).to(device), lengths)
+            Packing.at((1, len(real_N)), ranges(starts, lengths), lengths)
             for starts, lengths in ((first, counts[0]), (behind, counts[1]))
         )
         return cls(Packing.at((B, T), real_N, totals), sources_at, titles_at, packs_layers, is_asked_for)
@@ -82,17 +88,15 @@ class Prefix:
     @torch.compiler.disable  # the lengths differ from batch to batch
     def attend(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float) -> Tensor:
         """Return the context (1, N, H, d) of queries, keys and values (1, H, N, d); or (B, T, H, d) of (B, H, T, d)."""
+        qkv = (query, key, value)
         if not self.packs_layers:
-            q, k, v = (self.packing.pack(x_BHTd.transpose(1, 2)).transpose(1, 2) for x_BHTd in (query, key, value))
-            return self.packing.unpack(self._attend_packed(q, k, v, dropout, scale))
-        return self._attend_packed(query, key, value, dropout, scale)
-
-    def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float) -> Tensor:
-        if query.is_cuda:
-            kernel = efficient_attention if query.dtype == torch.float32 else flash_attention
-            if is_right(kernel, query.device, query.dtype, query.shape[-1]):
-                return self.attend_in_two(kernel, query, key, value, dropout, scale)
-        return self.attend_by_rows(query, key, value, dropout, scale)
+            qkv = tuple(self.packing.pack(x_BHTd.transpose(1, 2)).transpose(1, 2) for x_BHTd in qkv)
+        kernel = efficient_attention if query.dtype == torch.float32 else flash_attention
+        if query.is_cuda and is_right(kernel, query.device, query.dtype, query.shape[-1]):
+            context = self.attend_in_two(kernel, *qkv, dropout, scale)
+        else:
+            context = self.attend_by_rows(*qkv, dropout, scale)
+        return context if self.packs_layers else self.packing.unpack(context)
 
     def attend_in_two(
         self, kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float
@@ -122,11 +126,6 @@ class Prefix:
                 parts.append(attention(q[:, :, source:], k, v, seen, False, dropout, scale))
             contexts += [torch.cat(parts, 2).transpose(1, 2).flatten(0, 1)] if parts else []
         return torch.cat(contexts)[None]
-
-
-def _ranges(first: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Return first, first + 1, ... of each row, ``lengths`` of them, one after the other."""
-    return torch.cat([torch.arange(start, start + length) for start, length in zip(first, lengths, strict=True)])
 
 
 @cache

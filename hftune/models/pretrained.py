@@ -60,22 +60,29 @@ def load_config(model: str | None, overrides: Mapping[str, Any], commit: str | N
     Raises:
         ConfigError: there is no such model, or an override or the ``model_type`` is unknown.
     """
+    key = "task.model_config" if overrides else f"the config of task.model={model}"
     if model is None:
-        return _without_router_loss(_fresh_config(overrides))
-    folder = folder_of(model, commit, CONFIG)
+        if (kind := overrides["model_type"]) not in CONFIG_MAPPING:
+            hint = did_you_mean(kind, CONFIG_MAPPING)
+            raise ConfigError(f"task.model_config.model_type={kind!r} is not known to transformers.{hint}")
+        default = CONFIG_MAPPING[kind]()
+        refuse_unknown([name for name in overrides if not hasattr(default, name)], default.to_dict(), type(default).__name__)
     try:
-        config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, trust_remote_code=False, **overrides)
+        if model is None:
+            config, unknown = AutoConfig.for_model(**overrides), {}
+        else:
+            config, unknown = AutoConfig.from_pretrained(
+                folder_of(model, commit, CONFIG), return_unused_kwargs=True, trust_remote_code=False, **overrides
+            )
+    except ConfigError:  # files that cannot be downloaded
+        raise
     except (OSError, ValueError) as error:
-        raise ConfigError(f"task.model={model} cannot be loaded: {message_of(error)}") from error
+        what = "task.model_config cannot be used" if model is None else f"task.model={model} cannot be loaded"
+        raise ConfigError(f"{what}: {message_of(error)}") from error
     except StrictDataclassError as error:
-        key = "task.model_config" if overrides else f"the config of task.model={model}"
         raise ConfigError(f"{key} cannot be used: {wrong_value(error)}.") from error
     refuse_unknown(unknown, config.to_dict(), type(config).__name__)
-    return _without_router_loss(config)
-
-
-def _without_router_loss(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config. Raise ConfigError if the model's own loss would balance its experts: hftune's does not, as yet."""
+    # The model's own loss would balance its experts; hftune's does not, as yet.
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if getattr(part, "output_router_logits", False):
             raise ConfigError(
@@ -83,22 +90,6 @@ def _without_router_loss(config: PreTrainedConfig) -> PreTrainedConfig:
                 "experts. hftune computes the loss without it. Set task.model_config.output_router_logits=false."
             )
     return config
-
-
-def _fresh_config(fields: Mapping[str, Any]) -> PreTrainedConfig:
-    kind = fields["model_type"]
-    if kind not in CONFIG_MAPPING:
-        raise ConfigError(
-            f"task.model_config.model_type={kind!r} is not known to transformers.{did_you_mean(kind, CONFIG_MAPPING)}"
-        )
-    default = CONFIG_MAPPING[kind]()
-    refuse_unknown([key for key in fields if not hasattr(default, key)], default.to_dict(), type(default).__name__)
-    try:
-        return AutoConfig.for_model(**fields)
-    except ValueError as error:
-        raise ConfigError(f"task.model_config cannot be used: {message_of(error)}") from error
-    except StrictDataclassError as error:
-        raise ConfigError(f"task.model_config cannot be used: {wrong_value(error)}.") from error
 
 
 def refuse_unknown(keys: Iterable[str], known: Iterable[str], kind: str, section: str = "task.model_config") -> None:
@@ -138,9 +129,14 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
         except (ValueError, KeyError, ArithmeticError) as error:  # an unknown activation is a KeyError
             raise ConfigError(f"task.model_config cannot be built: {message_of(error)}.") from error
     if (quantized := options.get("quantization_config")) is not None:
-        quantized = deepcopy(quantized)
-        quantized.llm_int8_skip_modules += heads_of(auto_class, config)
-        options["quantization_config"] = quantized
+        quantized = options["quantization_config"] = deepcopy(quantized)
+        # All that is beside the body of the model, or computes its logits, stays as it is. By itself, transformers (5.23)
+        # leaves out of its 4 bits only what has the last weight, and not if that has a bias, too.
+        with torch.device("meta"):
+            empty = _initialize(auto_class, config, None)
+        last, body = empty.get_output_embeddings(), empty.base_model
+        beside = [name for name, child in empty.named_children() if child is not body] if body is not empty else []
+        quantized.llm_int8_skip_modules += [*beside, *(name for name, module in empty.named_modules() if module is last)]
     folder = folder_of(model, commit, (*CONFIG, *WEIGHTS))
     if commit is not None and not any(folder.glob("model*.safetensors")):
         folder = folder_of(model, commit, PICKLED)
@@ -179,7 +175,7 @@ def load_saved(auto_class: Any, directory: Path, config: PreTrainedConfig) -> Pr
     Raises:
         ConfigError: as ``load_model`` and ``load_adapter``.
     """
-    from hftune.models.adapter_files import is_adapter, load_adapter, load_generation_config, read_base
+    from hftune.models.adapter_files import is_adapter, load_adapter, read_base
     from hftune.models.adapters import import_peft
 
     if not is_adapter(directory):
@@ -194,7 +190,8 @@ def load_saved(auto_class: Any, directory: Path, config: PreTrainedConfig) -> Pr
     with loading(**{"dtype": dtype, **quantized, **given}):
         model = load_model(auto_class, folder, config, base.commit)
     load_adapter(model, directory, is_as_trained=given.keys().isdisjoint(quantized))
-    load_generation_config(model, directory)
+    if (directory / CONFIG[1]).is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     for value in chain(model.parameters(), model.buffers()):  # not model.float(), which refuses weights of 4 bits
         if value.dtype in (torch.bfloat16, torch.float16):
             value.data = value.data.float()
@@ -214,18 +211,6 @@ def quantization(kind: str | None, dtype: torch.dtype, whole: Sequence[str] = ()
     settings = {"bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
     config = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=[*whole], **settings)
     return {"quantization_config": config, "device_map": {"": device}}
-
-
-def heads_of(auto_class: Any, config: PreTrainedConfig) -> list[str]:
-    """Return the names of the modules of a model that are beside its body, or compute its logits.
-
-    transformers (5.23) leaves out of its 4 bits only what has the last weight, and not if that has a bias, too.
-    """
-    with torch.device("meta"):
-        model = _initialize(auto_class, config, None)
-    last, body = model.get_output_embeddings(), model.base_model
-    beside = [name for name, child in model.named_children() if child is not body] if body is not model else []
-    return [*beside, *(name for name, module in model.named_modules() if module is last)]
 
 
 def _initialize(auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:

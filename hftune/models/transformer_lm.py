@@ -212,7 +212,10 @@ class TransformerLMModel(TransformerLMPreTrainedModel):
         if attention_mask is None:
             mask_B1TK, x_BTD = None, self.embed_positions(x_BTD)
         else:
-            mask_B1TK = causal_mask(attention_mask.bool(), num_cached)
+            # The real tokens up to each new one. Padding sees itself, to avoid NaN.
+            k_K = torch.arange(num_tokens, device=x_BTD.device)
+            q_T1 = k_K[num_cached:, None]
+            mask_B1TK = (((k_K <= q_T1) & attention_mask.bool()[:, None]) | (k_K == q_T1))[:, None]
             x_BTD = self.embed_positions(x_BTD, (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, num_cached:])
         for layer in self.layers:
             x_BTD = layer(x_BTD, mask_B1TK, past_key_values=past_key_values)
@@ -253,13 +256,6 @@ class TransformerLM(TransformerLMPreTrainedModel, GenerationMixin):
         )
         logits = self.lm_head(hidden.last_hidden_state[:, -logits_to_keep:])
         return CausalLMOutputWithPast(logits=logits, past_key_values=hidden.past_key_values)
-
-
-def causal_mask(valid_BK: Tensor, num_cached: int = 0) -> Tensor:
-    """Return the attention mask (B, 1, T, K) bool: the real tokens up to each new one. Padding sees itself, to avoid NaN."""
-    k_K = torch.arange(valid_BK.shape[1], device=valid_BK.device)
-    q_T1 = k_K[num_cached:, None]
-    return (((k_K <= q_T1) & valid_BK[:, None]) | (k_K == q_T1))[:, None]
 
 
 AutoConfig.register(TransformerLMConfig.model_type, TransformerLMConfig, exist_ok=True)

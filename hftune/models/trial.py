@@ -105,7 +105,11 @@ def alike(one: Any, other: Any, tolerance: float, mask_BT: Tensor | None = None,
         tolerance: largest difference, relative to the largest value of ``one``, or to ``floor`` if that is larger.
         mask_BT: not 0 for real tokens. Of tensors with a value for each token, only those of real ones are compared.
     """
-    pairs = [[value for value in tree_leaves(_without_cache(each)) if isinstance(value, Tensor)] for each in (one, other)]
+    pairs = []
+    for each in (one, other):
+        if isinstance(each, Mapping):  # without what is kept for generation, which has no padding where the layers compute none
+            each = {name: value for name, value in each.items() if name != "past_key_values"}
+        pairs.append([value for value in tree_leaves(each) if isinstance(value, Tensor)])
     if len(pairs[0]) != len(pairs[1]) or not pairs[0]:
         return False
     for first, second in zip(*pairs, strict=True):
@@ -118,13 +122,6 @@ def alike(one: Any, other: Any, tolerance: float, mask_BT: Tensor | None = None,
             if not bool((first.float() - second.float()).abs().max() <= tolerance * largest):
                 return False
     return True
-
-
-def _without_cache(outputs: Any) -> Any:
-    """Leave out the keys and values that are kept for generation, which have no padding where the layers compute none."""
-    if not isinstance(outputs, Mapping):
-        return outputs
-    return {name: value for name, value in outputs.items() if name != "past_key_values"}
 
 
 def kernel_problem(
