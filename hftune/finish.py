@@ -37,8 +37,8 @@ def finish(run: Run, output: OutputDir) -> TrainResult:
     best: dict[str, Any] = {"metric": recipe.eval.metric, "value": state.best, "step": state.best_step}
     if recipe.eval.is_off:
         best = {"step": state.step}
-    with strategy.averaged():
-        model = strategy.unwrap()
+    with strategy.sharding.averaged():
+        model = strategy.sharding.unwrap()
         about = {**best, "columns": dict(ask(recipe.task, "read_columns", {}))} if recipe.eval.is_off else None
         folder = output.path / ("model" if recipe.eval.is_off else "model_last")
         strategy.on_main(lambda: export(recipe.task, model, folder, about, recipe.adapter.export))
@@ -93,7 +93,7 @@ def test_best(run: Run) -> dict[str, Any]:
     if not load_best(run):
         return {}
     config, workers, should_stop = replace(recipe.eval, show_samples=0), recipe.train.num_workers, lambda: bool(run.stop)
-    with strategy.averaged():
+    with strategy.sharding.averaged():
         evaluation = evaluate(strategy, run.datasets["test"], config, workers, should_stop, run.on_scored)
     if evaluation is None:
         raise Interrupted(f"{run.stop.name or 'Another process was asked to stop'}: stopped while testing the best model.")
@@ -134,7 +134,7 @@ def load_best(run: Run) -> bool:
 
     if not strategy.on_main(read):
         return False
-    strategy.load_state((found[0].tensors, found[0].progress["values"]) if found else None)
+    strategy.sharding.load_state((found[0].tensors, found[0].progress["values"]) if found else None)
     return True
 
 

@@ -63,14 +63,14 @@ def take_step(run: Run, batch: StepBatch) -> None:
     report = strategy.report(strategy.clip_grad_norm(config.clip_norm))
     stop_unless_finite(run, batch, report)
     strategy.optimizer_step(lr)
-    strategy.average_weights(ema_decay_at(state.step, config))
+    strategy.sharding.average_weights(ema_decay_at(state.step, config))
     place = state.advance()
     state.add_loss(report.loss, report.num_items)
     grant(run, report.asks)
 
     is_logged, is_last = is_log_due(run) or report.asks.log, report.asks.interrupt or run.has_ended()
     tell_step(run, place, report, lr=lr, is_logged=is_logged, is_last=is_last, micro_batches=batch.plan)
-    strategy.clear_gradient()
+    strategy.sharding.clear_gradient()
     values = {"train/loss_step": report.loss, "train/lr": lr, "train/grad_norm": report.grad_norm}
     if is_logged:
         log_mean_loss(run, values)

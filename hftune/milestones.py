@@ -133,7 +133,7 @@ def save_checkpoint(run: Run) -> None:
     with run.clock.paused():
         wait_for_checkpoint(run, " Training continues; the next one is due later.")  # the host's copies may be overwritten then
         asked = run.strategy.gather_to_main([run.wishes.pending])
-        saved = run.strategy.state()
+        saved = run.strategy.sharding.state()
         if saved is not None:
             tensors, values = saved
             pending = {name: reason for wishes in asked or () for name, reason in wishes.items()}
@@ -178,7 +178,7 @@ def evaluate_and_keep(run: Run) -> None:
     with run.clock.paused():
         run.strategy.progress.stage(f"the evaluation after step {run.state.step}")
         workers, should_stop = run.recipe.train.num_workers, lambda: bool(run.stop)
-        with run.strategy.averaged():
+        with run.strategy.sharding.averaged():
             evaluation = evaluate(
                 run.strategy, run.datasets["eval"], run.recipe.eval, workers, should_stop, on_scored=run.on_scored
             )
@@ -204,7 +204,7 @@ def keep(run: Run, evaluation: Evaluation) -> None:
     state.note_score(score, recipe.greater_is_better, recipe.eval.min_improvement)
     strategy.progress.stage(f"saving after step {state.step}")
     if is_best:
-        model = strategy.unwrap()
+        model = strategy.sharding.unwrap()
         about = {"step": state.step, "metric": recipe.eval.metric, "value": score}
         about["columns"] = dict(ask(recipe.task, "read_columns", {}))
         folder = Path(recipe.output_dir) / "model"

@@ -102,7 +102,7 @@ def evaluate(
             load_weights(strategy, checkpoint, saved, digests, base)
         session.progress.stage("the evaluation")
         config = replace(recipe.eval, show_samples=show_samples)
-        with strategy.averaged() if checkpoint is not None else nullcontext():
+        with strategy.sharding.averaged() if checkpoint is not None else nullcontext():
             evaluation = evaluate_split(strategy, datasets[split], config, recipe.train.num_workers)
     step = None
     if strategy.is_main:
@@ -148,6 +148,6 @@ def load_weights(strategy: Strategy, path: Path, saved: Checkpoint | None, diges
     if trained_on != digests["train data"]:
         raise ConfigError(f"--checkpoint {path} was trained on different training data. Give the recipe of its run.")
     try:
-        strategy.load_state(None if saved is None else weights_of(saved, strategy))
+        strategy.sharding.load_state(None if saved is None else weights_of(saved, strategy))
     except ValueError as error:
         raise ConfigError(f"--checkpoint {path} belongs to a different model: {error}.") from error

@@ -137,7 +137,7 @@ class OutputDir:
         check_digests(path, progress["digests"], provenance.digests)
         check_base(path, progress.get("base"), provenance.base)
         try:
-            strategy.load_state((checkpoint.tensors, progress["values"]) if checkpoint else None)
+            strategy.sharding.load_state((checkpoint.tensors, progress["values"]) if checkpoint else None)
         except ValueError as error:
             raise ConfigError(f"{path} belongs to a different model: {error}.") from error
         if checkpoint:

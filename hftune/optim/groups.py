@@ -41,16 +41,10 @@ def matching(model: nn.Module, pattern: str, key: str) -> list[nn.Parameter]:
     if found := [parameter for name, parameter in named if re.search(pattern, name)]:
         return found
     names = [name for name, _ in named]
-    near = near_names(pattern, names)
+    parts = dict.fromkeys(name.rsplit(".", count)[0] for name in names for count in range(name.count(".") + 1))
+    near = difflib.get_close_matches(re.sub(r"[\^$\\()]|\.[*+]", "", pattern), parts, n=3, cutoff=0.6)
     how = f"Near it: {', '.join(near)}." if near else f"It has {', '.join(names[:3])} and so on: {len(names)} in all."
     raise ConfigError(f"{key}: {pattern!r} matches no parameter of {type(model).__name__}. {how}")
-
-
-def near_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return at most three parameters or modules whose names look like a pattern."""
-    parts = dict.fromkeys(name.rsplit(".", count)[0] for name in names for count in range(name.count(".") + 1))
-    plain = re.sub(r"[\^$\\()]|\.[*+]", "", pattern)
-    return difflib.get_close_matches(plain, parts, n=3, cutoff=0.6)
 
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[Group]:
@@ -89,7 +83,13 @@ def check_groups(model: nn.Module, groups: Iterable[Group], source: str) -> None
 
 def split_by_recipe(model: nn.Module, recipe: Recipe, groups: Sequence[Group]) -> list[Group]:
     """Split groups by ``train.groups``, whose learning rates are absolute, and ``train.layer_decay``, for all others."""
-    config, rules = recipe.train, rules_by_parameter(model, recipe.train.groups)
+    config, rules = recipe.train, dict[Tensor, dict[str, Any]]()
+    for index, given in enumerate(config.groups):  # the first that matches
+        key = f"train.groups[{index}].match"
+        new = [value for value in matching(model, given["match"], key) if value.requires_grad and value not in rules]
+        if not new:
+            raise ConfigError(f"{key}: all that {given['match']!r} matches is frozen, or in an earlier group.")
+        rules |= dict.fromkeys(new, given)
     above = depths(model) if config.layer_decay is not None else {}
     if config.layer_decay is not None and not above:
         raise ConfigError(
@@ -106,22 +106,6 @@ def split_by_recipe(model: nn.Module, recipe: Recipe, groups: Sequence[Group]) -
             parts.setdefault(options, []).append(parameter)
         split += [{**group, "params": params, "lr": lr, "weight_decay": decay} for (lr, decay), params in parts.items()]
     return split
-
-
-def rules_by_parameter(model: nn.Module, rules: Sequence[dict[str, Any]]) -> dict[Tensor, dict[str, Any]]:
-    """Return the first of ``train.groups`` that matches, for each trainable parameter that one does.
-
-    Raises:
-        ConfigError: a group gets no parameter.
-    """
-    found: dict[Tensor, dict[str, Any]] = {}
-    for index, rule in enumerate(rules):
-        key = f"train.groups[{index}].match"
-        new = [value for value in matching(model, rule["match"], key) if value.requires_grad and value not in found]
-        if not new:
-            raise ConfigError(f"{key}: all that {rule['match']!r} matches is frozen, or in an earlier group.")
-        found |= dict.fromkeys(new, rule)
-    return found
 
 
 def split_matrices(model: nn.Module, groups: Sequence[Group]) -> list[Group]:

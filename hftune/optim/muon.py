@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,25 +63,23 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Take a step from the gradients that are there. Collective if processes hold parts of the matrices."""
         for group in self.param_groups:
-            if group[MATRICES]:
-                self._step_matrices(group)
+            lr, momentum = group["lr"], group["momentum"]
+            for matrix in group["params"] if group[MATRICES] else ():
+                if (gradient := matrix.grad) is None:
+                    continue
+                state = self.state[matrix]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(matrix)
+                average = state["momentum_buffer"]
+                average.lerp_(gradient, 1 - momentum)
+                update = self.whole(gradient.lerp(average, momentum) if group["nesterov"] else average)
+                matrix.mul_(1 - lr * group["weight_decay"])
+                step = lr * scale(matrix.shape, group["adjust_lr_fn"])
+                matrix.add_(self.part(orthogonalized(update, group["ns_steps"]), matrix), alpha=-step)
         if self._adamw is not None:
             self._adamw.state = self.state  # one state for both; whoever loads it makes a new one
             self._adamw.param_groups = [group for group in self.param_groups if not group[MATRICES]]
             self._adamw.step()
-
-    def _step_matrices(self, group: dict[str, Any]) -> None:
-        lr, momentum = group["lr"], group["momentum"]
-        for matrix in (parameter for parameter in group["params"] if parameter.grad is not None):
-            gradient, state = matrix.grad, self.state[matrix]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(matrix)
-            average = state["momentum_buffer"]
-            average.lerp_(gradient, 1 - momentum)
-            update = self.whole(gradient.lerp(average, momentum) if group["nesterov"] else average)
-            matrix.mul_(1 - lr * group["weight_decay"])
-            step = lr * scale(matrix.shape, group["adjust_lr_fn"])
-            matrix.add_(self.part(orthogonalized(update, group["ns_steps"]), matrix), alpha=-step)
 
 
 def orthogonalized(matrix: Tensor, num_steps: int) -> Tensor:

@@ -181,7 +181,7 @@ class Replayer:
         while self.step < last:
             terms = self._terms_of(self.step + 1)
             if terms != self._terms:
-                self._set_up(terms, self.strategy.state(), self.step)
+                self._set_up(terms, self.strategy.sharding.state(), self.step)
             if self.step >= self.parts.num_steps:
                 raise ConfigError(
                     f"With this change the run ends after step {self.parts.num_steps:,}: there is no step {self.step + 1:,}. "
@@ -214,13 +214,13 @@ class Replayer:
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
         """Return copies of the present weights, and of their averages, as in checkpoints; none but on the main process."""
-        saved = self.strategy.state()
+        saved = self.strategy.sharding.state()
         groups = {} if saved is None else {group: tensors for group, tensors in saved[0].items() if group != "optimizer"}
         return {group: {name: value.clone() for name, value in tensors.items()} for group, tensors in groups.items()}
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint of the present step into a folder beside the run, from which later replays may start."""
-        saved = self.strategy.state()
+        saved = self.strategy.sharding.state()
         if saved is None:
             return
         tensors, values = saved
@@ -326,7 +326,7 @@ class Replayer:
 
     def _load(self, saved: SavedState | None, step: int) -> None:
         try:
-            self.strategy.load_state(saved)
+            self.strategy.sharding.load_state(saved)
         except ValueError as error:
             raise ConfigError(f"The checkpoint of step {step:,} belongs to a different model: {error}.") from error
         self.step = step
@@ -354,8 +354,8 @@ class Replayer:
         if look is not None:
             look(self, batch, report)
         strategy.optimizer_step(lr)
-        strategy.clear_gradient()
-        strategy.average_weights(ema_decay_at(index, config))
+        strategy.sharding.clear_gradient()
+        strategy.sharding.average_weights(ema_decay_at(index, config))
         return ReplayedStep(
             self.step,
             *divmod(index, self.plan.num_steps),

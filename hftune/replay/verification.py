@@ -176,8 +176,8 @@ class Verification:
 
     def _different_export(self, name: str, step: int) -> list[str]:
         strategy, recipe = self.replayer.strategy, self.replayer.recipe
-        with strategy.averaged():
-            model = strategy.unwrap()
+        with strategy.sharding.averaged():
+            model = strategy.sharding.unwrap()
 
             def compare() -> list[str]:
                 with TemporaryDirectory(prefix="hftune-verify-") as scratch:
@@ -228,7 +228,7 @@ class Verification:
         # Drawn by other CPU kernels, the first weights may have other last bits.
         is_as_noted = segment.start > 0 or not before or noted in (None, weights_digest(before["model"]))
         furthest, wrong = self._replay_steps(segment)
-        saved = self.replayer.strategy.state()
+        saved = self.replayer.strategy.sharding.state()
         if saved is None:
             return Check(segment.title)
         tensors, values = saved

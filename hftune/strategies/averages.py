@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -80,10 +80,3 @@ def to_training(optimizer: torch.optim.Optimizer) -> None:
     """Tell an optimizer that averages weights itself that steps are to come."""
     if averages_itself(optimizer):
         optimizer.train()
-
-
-@torch.no_grad()
-def kept_values(optimizer: torch.optim.Optimizer) -> Sequence[tuple[Tensor, Tensor]]:
-    """Return the parameters of an optimizer, each with a copy of its values on this process."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [(parameter, part_here(parameter.detach()).clone()) for parameter in parameters]

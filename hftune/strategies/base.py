@@ -27,7 +27,7 @@ from hftune.distributed.progress import Progress
 from hftune.errors import TrainingError
 from hftune.strategies.loading import Loader, SideStream, read_ahead
 from hftune.strategies.seeds import seed_forward
-from hftune.strategies.sharding import SavedState, Sharding
+from hftune.strategies.sharding import Sharding
 from hftune.strategies.step_times import StepTimes
 from hftune.task import Task
 
@@ -198,31 +198,6 @@ class Strategy(Collectives, ABC):
     def precision(self) -> str:
         """Of forward and backward passes: no (float32), bf16 or fp16."""
         return self.accelerator.mixed_precision
-
-    def state(self) -> SavedState | None:
-        """See ``Sharding.state``. Collective."""
-        return self.sharding.state()
-
-    def load_state(self, saved: SavedState | None) -> None:
-        """See ``Sharding.load_state``. Collective."""
-        self.sharding.load_state(saved)
-
-    def unwrap(self) -> nn.Module:
-        """See ``Sharding.unwrap``. Collective."""
-        return self.sharding.unwrap()
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """See ``Sharding.averaged``. Not collective."""
-        return self.sharding.averaged()
-
-    def clear_gradient(self) -> None:
-        """See ``Sharding.clear_gradient``. Not collective."""
-        self.sharding.clear_gradient()
-
-    def average_weights(self, decay: float) -> None:
-        """Take the weights after a step into their moving average, if there is one. Not collective."""
-        if self.sharding.average is not None:
-            self.sharding.average.update(decay)
 
     def share(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches that this process computes, balanced by cost. Not collective."""

@@ -184,7 +184,13 @@ class ShardedWeights(Replicated):
                 group["fused"] = False  # torch 2.13 has no fused step of SGD for DTensors, only one of Adam
         plugin = self.accelerator.state.fsdp_plugin
         if plugin.transformer_cls_names_to_wrap is None:
-            plugin.transformer_cls_names_to_wrap = block_classes(model)
+            # The classes of the members of outermost ModuleLists, but for those without submodules, and those that share a
+            # weight: tied weights have to be gathered together. Not transformers' ``_no_split_modules``: BigBird has none, and
+            # BERT's hold its embeddings, which Accelerate splits.
+            tied, members = tied_parameters(model), [member for _, layers in outermost_lists(model) for member in layers]
+            sharing = {type(member).__name__ for member in members if not tied.isdisjoint(member.parameters())}
+            split = {type(member).__name__ for member in members if [*member.children()]}
+            plugin.transformer_cls_names_to_wrap = sorted(split - sharing)
         self.blocks = plugin.transformer_cls_names_to_wrap if plugin.auto_wrap_policy else []
         blocks = [module for module in model.modules() if type(module).__name__ in self.blocks]
         in_bf16 = gathered_in_bf16(blocks) if self.gather_precision == "bf16" else nullcontext()
@@ -233,17 +239,6 @@ class ShardedWeights(Replicated):
 def part_like(whole: Tensor, like: DTensor) -> DTensor:
     """Return this process's part of a tensor that every process has, sharded like a different one. Local."""
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def block_classes(model: nn.Module) -> list[str]:
-    """Return the names of the classes to gather one module at a time: those of the members of outermost ModuleLists.
-
-    Not transformers' ``_no_split_modules``: BigBird has none, and BERT's hold its embeddings, which Accelerate splits.
-    Members without submodules are left out, and those that share a weight: tied weights have to be gathered together.
-    """
-    tied, members = tied_parameters(model), [member for _, members in outermost_lists(model) for member in members]
-    names = {type(member).__name__ for member in members if [*member.children()]}
-    return sorted(names - {type(member).__name__ for member in members if not tied.isdisjoint(member.parameters())})
 
 
 @contextmanager

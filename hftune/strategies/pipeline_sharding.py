@@ -75,7 +75,17 @@ class StagedWeights(Sharding):
         self.meta_model = meta_copy(model)
         stages = cut(model, self.config.num_stages, self.config.split)
         self._locate(model, stages)
-        self._release_others(model, optimizer)
+        # Free the parameters of other processes' stages, in model and optimizer.
+        own = {*self.parameters().values()}
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter in own]
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        for parameter in [parameter for parameter in optimizer.state if parameter not in own]:  # made when it was built
+            del optimizer.state[parameter]
+        self.initial_options = options_of(optimizer)
+        for parameter in model.parameters():
+            if parameter not in own:
+                parameter.data = parameter.new_empty(0)
         self.modules = {index: stages[index] for index in range(self.grid.pp_rank, len(stages), self.grid.pp_size)}
         for stage in self.modules.values():
             stage.to(self.group.device)
@@ -103,19 +113,6 @@ class StagedWeights(Sharding):
                         owners.append(pp_rank)
                     if pp_rank == self.grid.pp_rank:
                         self._own[name] = module, key
-
-    def _release_others(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Free the parameters of other processes' stages, in model and optimizer."""
-        own = {*self.parameters().values()}
-        for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if parameter in own]
-        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-        for parameter in [parameter for parameter in optimizer.state if parameter not in own]:  # made when it was built
-            del optimizer.state[parameter]
-        self.initial_options = options_of(optimizer)
-        for parameter in model.parameters():
-            if parameter not in own:
-                parameter.data = parameter.new_empty(0)
 
     def _groups_of_ties(self) -> dict[str, ProcessGroup]:
         """Create a group of the processes of each pipeline that share a parameter; return this process's, by parameter."""

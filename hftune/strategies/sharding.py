@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hftune.distributed.collectives import Collectives
 from hftune.errors import ConfigError, TrainingError
 from hftune.models.adapters import has_adapter, trained_names
-from hftune.strategies.averages import MovingAverage, averaged_names, averages_itself, kept_values, part_here, to_training
+from hftune.strategies.averages import MovingAverage, averaged_names, averages_itself, part_here, to_training
 from hftune.strategies.optimizer_state import changed_options, check_optimizer, options_of, plain_state
 
 Tensors = dict[str, dict[str, Tensor]]
@@ -139,17 +139,22 @@ class Sharding(ABC):
             finally:
                 self.average.exchange()
         elif averages_itself(optimizer := self.bare_optimizer):
-            kept = kept_values(optimizer)
+            own = [part_here(parameter.detach()) for group in optimizer.param_groups for parameter in group["params"]]
+            kept = [values.clone() for values in own]
             optimizer.eval()
             try:
                 yield
             finally:
                 optimizer.train()
-                with torch.no_grad():
-                    for parameter, values in kept:  # to the bit: the way there and back rounds
-                        part_here(parameter.detach()).copy_(values)
+                for values, before in zip(own, kept, strict=True):  # to the bit: the way there and back rounds
+                    values.copy_(before)
         else:
             yield
+
+    def average_weights(self, decay: float) -> None:
+        """Take the weights after a step into their moving average, if there is one. Local."""
+        if self.average is not None:
+            self.average.update(decay)
 
     def clear_gradient(self) -> None:
         """Clear the gradient after a step. Local."""

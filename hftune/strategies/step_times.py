@@ -15,39 +15,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-
-
-class Interval:
-    """The time between two calls: on a GPU, which computes later than it is called, between two events in its queue."""
-
-    def __init__(self, device: torch.device):
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
-        self._times_s = [0.0, 0.0]
-
-    def begin(self) -> None:
-        """Begin; until ``end`` is called, the interval is empty."""
-        self._mark(0)
-        self._mark(1)
-
-    def end(self) -> None:
-        self._mark(1)
-
-    def _mark(self, which: int) -> None:
-        if self._events:
-            self._events[which].record()
-        else:
-            self._times_s[which] = time.perf_counter()
-
-    def seconds(self) -> float:
-        """Return 0 if the GPU is not there yet, instead of waiting for it."""
-        if self._events:
-            return self._events[0].elapsed_time(self._events[1]) / 1000 if self._events[1].query() else 0.0
-        return self._times_s[1] - self._times_s[0]
 
 
 class StepTimes:
@@ -60,8 +33,9 @@ class StepTimes:
 
     def __init__(self, device: torch.device, rank: int, num_processes: int, computes_alone: bool):
         self.device, self.rank, self.num_processes = device, rank, num_processes
-        is_timed = computes_alone and num_processes > 1 and device.type in ("cpu", "cuda")
-        self._computing = Interval(device) if is_timed else None
+        self._is_timed = computes_alone and num_processes > 1 and device.type in ("cpu", "cuda")
+        self._computing: list[Any] = []
+        """Begin and end of computing: times, or events in the queue of a GPU, which computes later than it is called."""
         self._process = psutil.Process()
         self._told = [0.0, 0.0, 0.0]
         """Seconds of loading and of computing in the last finished step, and bytes after it. This process tells the others
@@ -87,9 +61,15 @@ class StepTimes:
         yield
         self._loading_s += time.perf_counter() - began
 
+    def _now(self) -> Any:
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
     def begin_computing(self) -> None:
-        if self._computing is not None:
-            self._computing.begin()
+        self._computing = [self._now()] if self._is_timed else []
 
     def end_computing_after(self, loss: Tensor) -> None:
         """End it once the backward pass from this loss is computed here, and before it waits for the other processes.
@@ -97,13 +77,19 @@ class StepTimes:
         DDP waits for the sum in a callback at the end of the backward pass, which it adds when its last gradient is there.
         Callbacks run in the order in which they were added, and a hook of the loss is the first thing in a backward pass.
         """
-        computing = self._computing
-        if computing is not None and loss.requires_grad:
-            loss.register_hook(lambda grad: Variable._execution_engine.queue_callback(computing.end))
+        if self._is_timed and loss.requires_grad:
+            queue = Variable._execution_engine.queue_callback
+            loss.register_hook(lambda grad: queue(lambda: self._computing.append(self._now())))
 
     def finish(self) -> None:
         """End the step: its gradient is applied."""
-        computing_s = 0.0 if self._computing is None else self._computing.seconds()
+        computing_s = 0.0
+        if len(self._computing) == 2:  # else the loss needed no gradient
+            began, ended = self._computing
+            if self.device.type == "cpu":
+                computing_s = ended - began
+            elif ended.query():  # the GPU is there, so that nothing waits for it
+                computing_s = began.elapsed_time(ended) / 1000
         now = time.perf_counter()
         # The most that tensors took on a GPU since ``take``; on a CPU, what the process takes now.
         is_gpu = self.device.type == "cuda"

@@ -1,16 +1,16 @@
-"""The multiple-negatives ranking loss: InfoNCE over cosine similarities. Independent of models, micro-batches and processes.
+"""Embeddings of texts from their tokens, and their multiple-negatives ranking loss: InfoNCE over cosine similarities.
+
+Independent of models, micro-batches and processes.
 
 Shape suffixes: B samples, K texts of each (anchor, positive, hard negatives), C documents (positives and negatives of all
-samples), D width of the embeddings, R rows of a chunk.
+samples), D width of the embeddings, R rows of a chunk; N texts, T tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, normalize
 from torch.utils.checkpoint import checkpoint
 
 AT_ONCE = 2**24
@@ -53,7 +53,12 @@ def ranking_losses(
                 scores_RC = scores_RC.masked_fill(hidden_RC, -torch.inf)
             return cross_entropy(scores_RC, own_B[start:stop], reduction="none")
 
-        return in_chunks(of, count, max(1, AT_ONCE // len(candidates_CD)))
+        size = max(1, AT_ONCE // len(candidates_CD))
+        if count <= size:
+            return of(0, count)
+        spans = [(start, min(start + size, count)) for start in range(0, count, size)]
+        # For the gradient, each chunk is computed again.
+        return torch.cat([checkpoint(of, *span, use_reentrant=False) for span in spans])
 
     if not symmetric:
         return losses(anchors_BD, documents_CD)
@@ -65,9 +70,22 @@ def _by_column(values_BK: Tensor) -> Tensor:
     return values_BK.transpose(0, 1).flatten(0, 1)
 
 
-def in_chunks(compute: Callable[[int, int], Tensor], count: int, size: int) -> Tensor:
-    """Join ``compute(start, stop)`` for all of ``count`` rows; for the gradient, each chunk is computed again."""
-    if count <= size:
-        return compute(0, count)
-    spans = [(start, min(start + size, count)) for start in range(0, count, size)]
-    return torch.cat([checkpoint(compute, *span, use_reentrant=False) for span in spans])
+def pooled(hidden_NTD: Tensor, mask_NT: Tensor, how: str) -> Tensor:
+    """Return a vector of length 1 for each text, (N, D) float32.
+
+    Args:
+        mask_NT: not 0 for real tokens, which may be padded on either side.
+        how: mean of the tokens, cls for the first one, or last.
+    """
+    hidden_NTD = hidden_NTD.float()
+    if how == "mean":
+        weights_NT1 = mask_NT[..., None].to(hidden_NTD.dtype)
+        vectors_ND = (hidden_NTD * weights_NT1).sum(1) / weights_NT1.sum(1)
+    else:
+        places_T = torch.arange(mask_NT.shape[1], device=mask_NT.device)
+        real_NT = mask_NT.bool()
+        first_N = torch.where(real_NT, places_T, len(places_T)).amin(1)
+        last_N = torch.where(real_NT, places_T, -1).amax(1)
+        place_N = first_N if how == "cls" else last_N
+        vectors_ND = hidden_NTD.take_along_dim(place_N[:, None, None], 1)[:, 0]
+    return normalize(vectors_ND, dim=-1)

@@ -98,10 +98,6 @@ class Embeddings(TextTask, BatchLossTask):
 
     # Data
 
-    @property
-    def _num_texts(self) -> int:
-        return 2 + len(self.negative_columns)
-
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
         from hftune.data.tokenized import to_ids
 
@@ -148,7 +144,7 @@ class Embeddings(TextTask, BatchLossTask):
 
         from hftune.data.tokenized import lengths_of
 
-        return np.stack([lengths_of(dataset, ids_of(index)) for index in range(self._num_texts)], axis=1)
+        return np.stack([lengths_of(dataset, ids_of(index)) for index in range(2 + len(self.negative_columns))], axis=1)
 
     def padded_length(self, sizes: Sequence[int]) -> int:
         """Return the tokens of a sample's texts, which are padded to the longest of them."""
@@ -165,7 +161,7 @@ class Embeddings(TextTask, BatchLossTask):
 
         from hftune.data.tokenized import Ragged, ragged, values
 
-        columns = [ragged(examples, ids_of(index)).rows() for index in range(self._num_texts)]
+        columns = [ragged(examples, ids_of(index)).rows() for index in range(2 + len(self.negative_columns))]
         all_texts = [text for texts in zip(*columns, strict=True) for text in texts]
         order_N = np.argsort([-len(text) for text in all_texts], kind="stable")
         ids_NT, mask_NT = Ragged.of([all_texts[index] for index in order_N]).padded(self.text_tokenizer.pad_token_id)
@@ -194,7 +190,7 @@ class Embeddings(TextTask, BatchLossTask):
 
     def embed(self, outputs: Any, target: Mapping[str, Tensor]) -> Tensor:
         """Return the embeddings (B, K, D), of length 1."""
-        from hftune.models.pooling import pooled
+        from hftune.tasks.contrastive import pooled
 
         return pooled(outputs[0], target["attention_mask"], self.pooling)[target["rows"]]
 
@@ -295,7 +291,7 @@ class Embeddings(TextTask, BatchLossTask):
     def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Return the embedding of each text as it is, without a prefix: a list of D numbers, of length 1."""
         from hftune.data.tokenized import Ragged, to_ids
-        from hftune.models.pooling import pooled
+        from hftune.tasks.contrastive import pooled
 
         check_inputs(inputs)
         ids, _ = to_ids(inputs, self.text_tokenizer, self.max_length)

@@ -274,7 +274,7 @@ class ImageClassification(ImageTask):
         height, _, num_channels = self._form.shape
         sizes = {"image_size": height, "in_channels": num_channels}
         if self.network is not None:
-            return {**self.own_network(), **sizes, "num_classes": num_classes}
+            return {"network": self.network, "network_args": dict(self.network_args), **sizes, "num_classes": num_classes}
         return {**sizes, "width": self.width, "num_classes": num_classes, "dropout": self.dropout}
 
     def class_counts(self, dataset: Images) -> dict[str, int]:
@@ -321,11 +321,7 @@ class ImageClassification(ImageTask):
 
     @property
     def augments(self) -> bool:
-        return any((self.augmentation or {}).values()) or self._mixes
-
-    @property
-    def _mixes(self) -> bool:
-        return self.mixup > 0 or self.cutmix > 0
+        return any((self.augmentation or {}).values()) or self.mixup > 0 or self.cutmix > 0
 
     def augment(self, example: dict[str, Any], rng: np.random.RandomState) -> dict[str, Any]:
         """Change the image at random, and mix it with another one if the recipe asks for that.
@@ -333,14 +329,19 @@ class ImageClassification(ImageTask):
         The other image is any of the training split, drawn and changed with the same ``rng``. So an image and what it is mixed
         with depend on seed, epoch and sample only: not on the batch, which processes would have to share.
         """
-        example = {**example, "image": self._varied(example["image"], rng)}
-        if not self._mixes:
-            return example
-        from hftune.data.image_augmentation import cutmix, mixup
+        from hftune.data.image_augmentation import cutmix, mixup, vary
 
+        fill = [round(255 * value) for value in self._form.mean]
+
+        def varied(pixels_HWC: np.ndarray) -> np.ndarray:
+            return vary(pixels_HWC, self.augmentation or {}, self._form.shape[:2], self._form.resample, fill, rng)
+
+        example = {**example, "image": varied(example["image"])}
+        if not (self.mixup or self.cutmix):
+            return example
         training = self._images["train"]
         other = training[rng.randint(len(training))]
-        pixels_HWC, other_HWC = example["image"], self._varied(other["image"], rng)
+        pixels_HWC, other_HWC = example["image"], varied(other["image"])
         is_mixup = rng.rand() < 0.5 if self.mixup and self.cutmix else self.mixup > 0
         alpha = self.mixup if is_mixup else self.cutmix
         share = float(rng.beta(alpha, alpha))
@@ -349,12 +350,6 @@ class ImageClassification(ImageTask):
         else:
             mixed_HWC, share = cutmix(pixels_HWC, other_HWC, share, rng)
         return {**example, "image": mixed_HWC, "other_label": other["label"], "share": share}
-
-    def _varied(self, pixels_HWC: np.ndarray, rng: np.random.RandomState) -> np.ndarray:
-        from hftune.data.image_augmentation import vary
-
-        fill = [round(255 * value) for value in self._form.mean]
-        return vary(pixels_HWC, self.augmentation or {}, self._form.shape[:2], self._form.resample, fill, rng)
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
         """Stack and normalize: pixel_values, or image for networks, (N, C, H, W) float32.

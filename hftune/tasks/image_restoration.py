@@ -243,7 +243,8 @@ class ImageRestoration(ImageTask):
         return messages
 
     def _network(self) -> dict[str, Any]:
-        return self.own_network() if self.network else {"width": self.width, "depth": self.depth}
+        own = {"network": self.network, "network_args": dict(self.network_args)}
+        return own if self.network else {"width": self.width, "depth": self.depth}
 
     def save(self, model: nn.Module, directory: Path) -> None:
         """Write model.safetensors, and config.json with what is needed to build the network."""

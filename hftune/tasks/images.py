@@ -88,10 +88,6 @@ class ImageTask(DatasetTask):
         if self.network_args and self.network is None:
             yield "task.network_args is for a network of your own: set task.network=package.module.Class."
 
-    def own_network(self) -> dict[str, Any]:
-        """Return what defines a network of your own."""
-        return {"network": self.network, "network_args": dict(self.network_args)}
-
 
 def save_config(config: dict[str, Any], directory: Path) -> None:
     """Write what is needed to build a network, and to prepare its inputs."""

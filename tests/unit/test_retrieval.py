@@ -8,7 +8,7 @@ from hftune.errors import TrainingError
 from hftune.evaluation import score_of
 from hftune.metrics import retrieval
 from hftune.metrics.retrieval import mrr_at, rank_positives, recall_at, spearman
-from hftune.models.pooling import pooled
+from hftune.tasks.contrastive import pooled
 
 
 def vectors(*angles):
