@@ -142,13 +142,14 @@ def packed_attention(
     or without it, and hands on its ``prefix`` instead (``hftune.models.prefix_attention``).
     """
     if prefix is not None:
-        if prefix.is_asked_for:
-            _note_call(module)
+        for calls in _watching if prefix.is_asked_for else ():
+            calls.append(module)
         return prefix.attend(query, key, value, dropout, query.shape[-1] ** -0.5 if scaling is None else scaling), None
     if packing is None:
         rest = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "sliding_window": sliding_window}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **rest, **kwargs)
-    _note_call(module)
+    for calls in _watching:
+        calls.append(module)
     if torch.is_autocast_enabled(query.device.type):  # rotary positions make float32 of queries and keys, but not of values
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -253,13 +254,8 @@ AttentionInterface.register(ATTENTION, packed_attention)
 # While packed, there is no mask: one over N x N tokens would be made otherwise.
 AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None if _is_packed else sdpa_mask(*args, **kwargs))
 _is_packed: list[bool] = []
-_calls: list[nn.Module] | None = None
-"""While ``attention_calls`` watches."""
-
-
-def _note_call(module: nn.Module) -> None:
-    if _calls is not None:
-        _calls.append(module)
+_watching: list[list[nn.Module]] = []
+"""What ``attention_calls`` has yielded."""
 
 
 @contextmanager
@@ -275,12 +271,11 @@ def without_masks() -> Iterator[None]:
 @contextmanager
 def attention_calls() -> Iterator[list[nn.Module]]:
     """Yield a list that the attention modules which compute packed are added to."""
-    global _calls
-    _calls = calls = []
+    _watching.append([])
     try:
-        yield calls
+        yield _watching[-1]
     finally:
-        _calls = None
+        _watching.pop()
 
 
 def find_packing(inputs: Mapping[str, Tensor]) -> Packing:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import takewhile, tee
 from typing import Any, NamedTuple
@@ -177,9 +177,15 @@ class Strategy(Collectives, ABC):
             Its global norm before that, equal on all processes: a scalar on the device.
         """
 
-    @abstractmethod
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Return a context in which ``self.model`` is in evaluation mode and the same on all processes."""
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Let the model be in evaluation mode and the same on all processes."""
+        self.sharding.share_statistics()
+        self.sharding.wrapped.eval()
+        try:
+            yield
+        finally:
+            self.sharding.wrapped.train()
 
     @abstractmethod
     def forward(self, batch: dict[str, Tensor]) -> Any:

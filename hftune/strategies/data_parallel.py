@@ -24,7 +24,7 @@ from hftune.strategies.optimizer_state import most_moments
 from hftune.strategies.packing import compute, inputs_of, install_packing, reads_scores
 from hftune.strategies.pipeline_stages import layers_of
 from hftune.strategies.seeds import LayerSeeds
-from hftune.strategies.sharding import Replicated, Sharding, fill_gradients, refuse_unused, without_gradient
+from hftune.strategies.sharding import Replicated, fill_gradients, refuse_unused, without_gradient
 from hftune.strategies.statistics import RunningStatistics, class_names, freeze
 from hftune.strategies.two_pass import cached_losses
 from hftune.task import BatchLossTask, Task
@@ -35,9 +35,11 @@ class DataParallel(Strategy):
 
     computes_alone = True
 
+    sharding: Replicated
+
     def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None):
         super().__init__(accelerator, task, progress)
-        self.sharding: Sharding = Replicated(accelerator, self)
+        self.sharding = Replicated(accelerator, self)
         self._seeds = LayerSeeds(self.device)
         self._statistics = RunningStatistics([], self.exact)
         self._checked_gradients = False
@@ -237,15 +239,6 @@ class DataParallel(Strategy):
             return self.sharding.whole(self.accelerator.clip_grad_norm_(parameters, max_norm))
         self.accelerator.unscale_gradients()
         return self.sharding.whole(nn.utils.get_total_norm([value.grad for value in parameters if value.grad is not None]))
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        self.sharding.share_statistics()
-        self.model.eval()
-        try:
-            yield
-        finally:
-            self.model.train()
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
         with torch.no_grad():  # past DDP, whose forward is collective: processes have unequal numbers of batches here

@@ -129,18 +129,16 @@ class FullySharded(DataParallel):
 
     @contextmanager
     def _evaluating_shards(self) -> Iterator[None]:
-        self.sharding.share_statistics()
         self.model = self._absent
-        self.sharding.wrapped.eval()
         try:
-            yield
+            with super().evaluating():
+                yield
         finally:
             # FSDP keeps the weights of no block after a forward pass, for a backward pass. They would be used again after the
             # shards have changed.
             for module in self.sharding.model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-            self.sharding.wrapped.train()
             self.model = self.sharding.meta_model
 
     @contextmanager

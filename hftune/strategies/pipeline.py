@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
@@ -52,14 +51,6 @@ SCHEDULES: dict[str, type[TorchSchedule]] = {
 }
 
 
-def refuse_model() -> NoReturn:
-    """Raise TrainingError where a task uses the whole model, which no process of a pipeline has."""
-    raise TrainingError(
-        "task.predictions uses the model, but no process of a pipeline has the whole model. Use only the outputs that it is "
-        "given, or set parallel.pipeline_stages=1."
-    )
-
-
 @dataclass
 class PipelineMicroBatch:
     """One micro-batch, as all stages of a pipeline have it."""
@@ -98,7 +89,7 @@ class Stage(nn.Module):
         """(rows, length) of the buffers."""
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
-        self.statistics: RunningStatistics | None = None
+        self.statistics = RunningStatistics([], torch.float64)
 
     def forward(self, received: Tensor, index: Tensor) -> Tensor:
         micro_batch = self.micro_batches[int(index)]
@@ -106,7 +97,9 @@ class Stage(nn.Module):
         self.seeds.begin(*micro_batch.key, layer=self.first_layer)
         # Contiguous, as on one process: CUDA's dropout assigns its random numbers to different elements if the strides differ.
         hidden = None if self.is_first else received[:rows, :length].contiguous()
-        with self._statistics_of(micro_batch), self.accelerator.autocast():
+        num_samples, is_evaluation = micro_batch.num_samples, micro_batch.weight is None
+        statistics = RunningStatistics([], torch.float64) if is_evaluation else self.statistics
+        with statistics.at_rest(num_samples == 0), statistics.micro_batch(num_samples), self.accelerator.autocast():
             outputs = compute(self.stage, hidden, **micro_batch.inputs)
         if self.is_last:
             return self._finish(int(index), micro_batch, convert_to_fp32(outputs))
@@ -114,15 +107,6 @@ class Stage(nn.Module):
         missing = [0, 0] * len(self.width) + [0, self.buffer[1] - length, 0, self.buffer[0] - rows]
         padded = nn.functional.pad(hidden, missing) if any(missing) else hidden
         return padded.clone() if padded._is_view() else padded  # zero-bubble schedules detach it in place
-
-    @contextmanager
-    def _statistics_of(self, micro_batch: PipelineMicroBatch) -> Iterator[None]:
-        if self.statistics is None or micro_batch.weight is None:
-            yield
-            return
-        num_samples = micro_batch.num_samples
-        with self.statistics.at_rest(num_samples == 0), self.statistics.micro_batch(num_samples):
-            yield
 
     def _finish(self, index: int, micro_batch: PipelineMicroBatch, outputs: Any) -> Tensor:
         if micro_batch.weight is None:
@@ -166,6 +150,12 @@ class Pipeline(Strategy):
         """Parameters that the last backward pass gave no gradient."""
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def refuse_model() -> NoReturn:
+            raise TrainingError(
+                "task.predictions uses the model, but no process of a pipeline has the whole model. Use only the outputs that "
+                "it is given, or set parallel.pipeline_stages=1."
+            )
+
         layers = layers_of(model)
         self._seeds.watch(layers)
         self.sharding.prepare(model, optimizer)
@@ -226,7 +216,7 @@ class Pipeline(Strategy):
             on_device = send_to_device(loaded, self.device, non_blocking=True)
             micro_batches.append(self._micro_batch(on_device, (seed, step, micro_batch.index), weight / items))
             micro_batches[-1].num_samples = weight * len(micro_batch.samples)
-        statistics = [stage.statistics for stage in self._stages.values() if stage.statistics is not None]
+        statistics = [stage.statistics for stage in self._stages.values()]
         for one in statistics:
             one.begin()
         with self.explained_memory_errors(batch.batches[0], step):
@@ -349,14 +339,3 @@ class Pipeline(Strategy):
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
         return self._outputs
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        self.sharding.share_statistics()
-        for stage in self._stages.values():
-            stage.eval()
-        try:
-            yield
-        finally:
-            for stage in self._stages.values():
-                stage.train()

@@ -6,7 +6,6 @@ The processes form a grid of (dp_rank, pp_rank): the processes of one pipeline a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -180,9 +179,6 @@ class StagedWeights(Sharding):
     def unwrap(self) -> nn.Module:
         values = ((name, value.to("cpu", copy=True)) for name, value in self.gather(self.tensors()["model"]))
         return materialize(self.meta_model, values)
-
-    def accumulating(self) -> AbstractContextManager:
-        return nullcontext()  # gradients are summed after the step, by sum_gradients
 
     def sum_over_replicas(self, value: Tensor) -> Tensor:
         """Add up a tensor in place over the processes that hold the same stages; return it. Collective over these."""

@@ -160,14 +160,6 @@ class Sharding(ABC):
         """Clear the gradient after a step. Local."""
         self.optimizer.zero_grad()
 
-    def whole(self, value: Tensor) -> Tensor:
-        """Return all of a tensor of which this process may hold a part. Collective."""
-        return value
-
-    def accumulating(self) -> AbstractContextManager:
-        """Return the context of all backward passes of a step but its last one. Local."""
-        return self.accelerator.no_sync(self.wrapped)
-
     @property
     def bare_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer without Accelerate's wrapper."""
@@ -245,8 +237,14 @@ class Sharding(ABC):
     def _describe(self, saved: SavedState) -> dict[str, Any]:
         """Check a saved state against this model; return names, shapes and types of the tensors to come, and the values."""
         tensors, values = saved
-        expected = self.expected()
-        check_names(tensors["model"], expected)
+        model, expected = tensors["model"], self.expected()
+        for name in sorted({*model, *expected}):
+            if name not in model:
+                raise ValueError(f"it has no {name}")
+            if name not in expected:
+                raise ValueError(f"it has {name}, which this model lacks")
+            if model[name].shape != expected[name].shape:
+                raise ValueError(f"{name} is {tuple(model[name].shape)} there and {tuple(expected[name].shape)} here")
         if unknown := [key for key in tensors["optimizer"] if key.rpartition("/")[0] not in expected]:
             raise ValueError(f"the optimizer's {unknown[0]} belongs to no parameter")
         listed = {name: [(key, value.shape, value.dtype) for key, value in group.items()] for name, group in tensors.items()}
@@ -270,6 +268,14 @@ class Replicated(Sharding):
             self.optimizer.zero_grad(set_to_none=False)
         else:
             super().clear_gradient()
+
+    def accumulating(self) -> AbstractContextManager:
+        """Return the context of all backward passes of a step but its last one. Local."""
+        return self.accelerator.no_sync(self.wrapped)
+
+    def whole(self, value: Tensor) -> Tensor:
+        """Return all of a tensor of which this process may hold a part. Collective."""
+        return value
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.model.named_parameters())
@@ -368,19 +374,3 @@ def moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optim
         for key, value in state.items()
         if isinstance(value, Tensor)
     }
-
-
-def check_names(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Compare names and shapes of saved tensors with those of the model that is to take their values.
-
-    Raises:
-        ValueError: naming the first that is missing, unexpected, or of a different shape.
-    """
-    for name in sorted({*saved, *expected}):
-        if name not in saved:
-            raise ValueError(f"it has no {name}")
-        if name not in expected:
-            raise ValueError(f"it has {name}, which this model lacks")
-        shapes = [tuple(tensors[name].shape) for tensors in (saved, expected)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(f"{name} is {shapes[0]} there and {shapes[1]} here")

@@ -17,9 +17,9 @@ from hftune.config.keys import key
 from hftune.data.columns import TEXTS, Role
 from hftune.errors import ConfigError, DataError
 from hftune.hooks import Hooks
-from hftune.metrics.records import directions, rouge_names
+from hftune.metrics.records import directions
 from hftune.tasks.language_modeling import perplexity, token_rows
-from hftune.tasks.text import MAX_SHOWN, NO_LABEL, TokenTask, beginning, pieces
+from hftune.tasks.text import MAX_SHOWN, NO_LABEL, TokenTask, beginning, pieces, score_names, text_scores
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -95,9 +95,7 @@ class Chats(TokenTask):
     def metric_directions(self) -> dict[str, Direction | None]:  # type: ignore[override]  # depends on scores
         if self.generation is None:
             return directions("perplexity")
-        known = [score for score in self.scores if score in SCORES]
-        names = [name for score in known for name in (rouge_names(self.language) if score == "rouge" else [score])]
-        return directions("perplexity", *names, "mean_length", "empty_share")
+        return directions("perplexity", *score_names(self.scores, SCORES, self.language))
 
     @property
     def sample_fields(self) -> Sequence[str]:
@@ -392,12 +390,8 @@ class Chats(TokenTask):
         }
         if self.generation is None:
             return found
-        from hftune.metrics.rouge import exact_match, lengths, rouge
-
         texts, answers = [row["generated"] for row in rows], [row["answer"] for row in rows]
-        found |= rouge(texts, answers, self.language) if "rouge" in self.scores else {}
-        found |= lengths(texts)
-        return found | ({"exact_match": exact_match(texts, answers)} if "exact_match" in self.scores else {})
+        return found | text_scores(self.scores, texts, answers, self.language)
 
     def marked(self, example: Mapping[str, Any]) -> list[tuple[str, bool]]:
         """Return the text of a sample in pieces, each with whether it is trained."""

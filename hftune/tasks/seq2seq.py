@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hftune.config.keys import key
 from hftune.data.columns import TEXTS, Role
 from hftune.errors import ConfigError, DataError, did_you_mean
-from hftune.metrics.records import directions, rouge_names
-from hftune.tasks.text import MAX_SHOWN, NO_LABEL, TokenTask, check_inputs, pieces
+from hftune.metrics.records import directions
+from hftune.tasks.text import MAX_SHOWN, NO_LABEL, TokenTask, check_inputs, pieces, score_names, text_scores
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -199,9 +199,7 @@ class Seq2Seq(SourceToTarget):
 
     @property
     def metric_directions(self) -> dict[str, Direction | None]:  # type: ignore[override]  # depends on scores and language
-        known = [score for score in self.scores if score in SCORES]
-        names = [name for score in known for name in (rouge_names(self.language) if score == "rouge" else [score])]
-        return directions(*names, "exact_match", "mean_length", "empty_share")
+        return directions("exact_match", *score_names(self.scores, SCORES, self.language))
 
     def field_problems(self) -> Iterator[str]:
         yield from super().field_problems()
@@ -448,20 +446,8 @@ class Seq2Seq(SourceToTarget):
         ]
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        from hftune.metrics.rouge import exact_match, lengths, rouge
-
         texts, targets = [row["generated"] for row in rows], [row["target"] for row in rows]
-        found: dict[str, Any] = rouge(texts, targets, self.language) if "rouge" in self.scores else {}
-        found |= {"exact_match": exact_match(texts, targets), **lengths(texts)}
-        if "bleu" in self.scores:
-            from hftune.metrics.translation import bleu
-
-            found |= bleu(texts, targets, self.language)
-        if "chrf" in self.scores:
-            from hftune.metrics.translation import chrf
-
-            found |= chrf(texts, targets)
-        return found
+        return text_scores(["exact_match", *self.scores], texts, targets, self.language)
 
     def load(self, directory: Path) -> PreTrainedModel:
         model = super().load(directory)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from importlib.metadata import version
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,6 +19,7 @@ from hftune.config.own_code import hashes_of
 from hftune.data.columns import TEXTS, Role
 from hftune.data.sources import Source, mixture_source
 from hftune.errors import ConfigError, DataError
+from hftune.metrics.records import rouge_names
 from hftune.tasks.dataset import DatasetTask
 
 if TYPE_CHECKING:
@@ -384,6 +385,30 @@ def head_losses(outputs: Any, labels_NT: Tensor) -> Tensor:
     """Return each token's cross-entropy (N, T), 0 where the label is NO_LABEL, likewise; in evaluations."""
     losses_NT = getattr(outputs, "losses", None)
     return token_loss(outputs.logits, labels_NT, "none").view_as(labels_NT) if losses_NT is None else losses_NT
+
+
+def score_names(scores: Sequence[str], known: Sequence[str], language: str) -> list[str]:
+    """Return the names of the metrics that ``text_scores`` returns; of scores that a recipe may not name, none."""
+    names = [rouge_names(language) if score == "rouge" else [score] for score in scores if score in known]
+    return [*chain.from_iterable(names), "mean_length", "empty_share"]
+
+
+def text_scores(scores: Sequence[str], texts: Sequence[str], references: Sequence[str], language: str) -> dict[str, Any]:
+    """Return metrics of generated texts: rouge, bleu, chrf, exact_match; and their mean length and share of empty ones."""
+    from hftune.metrics.rouge import exact_match, lengths, rouge
+
+    found: dict[str, Any] = rouge(texts, references, language) if "rouge" in scores else {}
+    found |= {"exact_match": exact_match(texts, references)} if "exact_match" in scores else {}
+    found |= lengths(texts)
+    if "bleu" in scores:
+        from hftune.metrics.translation import bleu
+
+        found |= bleu(texts, references, language)
+    if "chrf" in scores:
+        from hftune.metrics.translation import chrf
+
+        found |= chrf(texts, references)
+    return found
 
 
 def count_labels(labels: Tensor) -> int:
