@@ -99,7 +99,7 @@ def install(model: nn.Module, at_once: int | None = None) -> Callable[[], None]:
     Given them, it returns a ``ScoredOutput`` instead of logits, unless the micro-batch has at most ``at_once`` logits (None:
     ``AT_ONCE``): then it returns what it always does, the same bits.
     """
-    own, original = vars(model).get("forward"), model.forward.__func__
+    original = model.forward.__func__
 
     @wraps(original)  # transformers reads the names of the arguments
     def forward(self: Any, *args: Any, targets: Tensor | None = None, **inputs: Any) -> Any:
@@ -121,13 +121,19 @@ def install(model: nn.Module, at_once: int | None = None) -> Callable[[], None]:
         rest = {name: getattr(outputs, name, None) for name in ("past_key_values", "encoder_last_hidden_state")}
         return ScoredOutput(loss_sum.view(()), losses_BT, **rest)
 
-    model.forward = MethodType(forward, model)  # deepcopy binds it to the copy
+    return _set_forward(model, MethodType(forward, model))  # deepcopy binds it to the copy
+
+
+def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Let a module compute something else; return a function that undoes it."""
+    own = vars(module).get("forward")
+    module.forward = forward
 
     def undo() -> None:
         if own is None:
-            del model.forward
+            del module.forward
         else:
-            model.forward = own
+            module.forward = own
 
     return undo
 
@@ -139,17 +145,13 @@ def _replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterato
     Its hooks stay: FSDP gathers the weights of the head before it, often in a unit with the last norm, and frees them after it.
     In the backward pass it gathers them again when the gradient of the output arrives, so the output has to be what is used.
     """
-    own, outputs = vars(module).get("forward"), []
-    module.forward = forward
+    undo, outputs = _set_forward(module, forward), list[Tensor]()
     handle = module.register_forward_hook(lambda module, args, output: outputs.append(output))  # the last of all hooks
     try:
         yield outputs
     finally:
         handle.remove()
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
+        undo()
 
 
 def _score(head: Head, hidden_BTC: Tensor, targets_BT: Tensor, at_once: int) -> tuple[Tensor, Tensor | None]:

@@ -147,12 +147,20 @@ class Strategy(Collectives, ABC):
         """
 
     @abstractmethod
+    def num_dummies(self, step: Sequence[MicroBatch], num_mine: int) -> int:
+        """Return how many forward passes this process has to compute after its share of a step. Not collective.
+
+        It may depend only on the step and on this process's rank.
+        """
+
     def assign(self, step: list[MicroBatch]) -> StepBatch:
         """Return what this process computes of a step: its micro-batches, then dummies. Not collective.
 
-        Together the processes must compute each micro-batch with weight 1 exactly once, and the result may depend only on
-        the step and on this process's rank.
+        Together the processes compute each micro-batch with weight 1 exactly once.
         """
+        mine = self.share(step)
+        count = self.num_dummies(step, len(mine))
+        return StepBatch(step, [*mine, *[dummy_micro_batch(step)] * count], [1] * len(mine) + [0] * count)
 
     @abstractmethod
     def backward(self, batch: StepBatch, seed: int, step: int, items: Tensor) -> list[Tensor]:
@@ -385,7 +393,7 @@ class Strategy(Collectives, ABC):
             ) from error
 
 
-def dummy_micro_batch(step: list[MicroBatch]) -> MicroBatch:
+def dummy_micro_batch(step: Sequence[MicroBatch]) -> MicroBatch:
     """Return the shortest sample of a step as a micro-batch that costs next to nothing and does not count."""
     cheapest = step[-1]
     return MicroBatch(cheapest.index, cheapest.samples[-1:], length=1, tokens=0, cost=0)

@@ -19,7 +19,7 @@ from hftune.batch_plan import MicroBatch
 from hftune.distributed.progress import Progress
 from hftune.models.kinds import TARGETS
 from hftune.models.trial import named_buffers, restored_buffers
-from hftune.strategies.base import StepBatch, Strategy, dummy_micro_batch
+from hftune.strategies.base import StepBatch, Strategy
 from hftune.strategies.optimizer_state import most_moments
 from hftune.strategies.packing import compute, inputs_of, install_packing, reads_scores
 from hftune.strategies.pipeline_stages import layers_of
@@ -124,10 +124,8 @@ class DataParallel(Strategy):
         clear_device_cache(garbage_collection=True)
         return not self.any_process(failed)
 
-    def assign(self, step: list[MicroBatch]) -> StepBatch:
-        if mine := self.share(step):
-            return StepBatch(step, mine, [1] * len(mine))
-        return StepBatch(step, [dummy_micro_batch(step)], [0])  # for the all-reduce of the gradient
+    def num_dummies(self, step: Sequence[MicroBatch], num_mine: int) -> int:
+        return 0 if num_mine else 1  # for the all-reduce of the gradient
 
     def backward(self, batch: StepBatch, seed: int, step: int, items: Tensor) -> list[Tensor]:
         # DDP and FSDP average the processes' gradients: times num_processes it is their sum, over all items the global mean.

@@ -26,7 +26,7 @@ from hftune.errors import ConfigError
 from hftune.models.kinds import is_linear
 from hftune.models.stacks import outermost_lists
 from hftune.optim.muon import Muon
-from hftune.strategies.base import NOTHING_ASKED, Asks, StepBatch, dummy_micro_batch
+from hftune.strategies.base import NOTHING_ASKED, Asks, StepBatch
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.optimizer_state import check_optimizer
 from hftune.strategies.seeds import seed_forward
@@ -81,14 +81,8 @@ class FullySharded(DataParallel):
         """Share in rounds of similar cost: the processes wait for each other in every block of every forward pass."""
         return sorted(micro_batches, key=lambda micro_batch: -micro_batch.cost)[self.process_index :: self.num_processes]
 
-    def assign(self, step: list[MicroBatch]) -> StepBatch:
-        mine, dummies = self.share(step), self._dummies(step)
-        return StepBatch(step, [*mine, *dummies], [1] * len(mine) + [0] * len(dummies))
-
-    def _dummies(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Return what this process computes after its share, so that all processes have equally many forward passes."""
-        num_rounds = -(-len(micro_batches) // self.num_processes)
-        return [dummy_micro_batch(micro_batches)] * (num_rounds - len(self.share(micro_batches)))
+    def num_dummies(self, step: Sequence[MicroBatch], num_mine: int) -> int:
+        return -(-len(step) // self.num_processes) - num_mine  # so that all processes have equally many forward passes
 
     def forward_backward(self, batch: StepBatch, seed: int, step: int, asks: Asks = NOTHING_ASKED) -> None:
         if self._statistics.places:
@@ -99,15 +93,15 @@ class FullySharded(DataParallel):
         self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
     ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
         if not self._needs_model:
-            mine, dummies = self.share(micro_batches), self._dummies(micro_batches)
-            loaded = self.evaluated(dataset, [*mine, *dummies], num_workers)
+            part = self.assign(micro_batches)
+            loaded = self.evaluated(dataset, part.mine, num_workers)
             with self._evaluating_shards():
-                for index, micro_batch in enumerate([*mine, *dummies]):
+                for micro_batch, weight in zip(part.mine, part.weights, strict=True):
                     if not self._all_go_on(should_stop()):
                         break
                     self.progress.samples(micro_batch.samples)
                     batch = send_to_device(next(loaded), self.device, non_blocking=True)
-                    if index < len(mine):
+                    if weight:
                         seed_forward(0, 0, micro_batch.index, self.device)
                         yield micro_batch, batch
                     else:

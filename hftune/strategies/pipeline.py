@@ -32,7 +32,7 @@ from hftune.config.sections import ParallelConfig
 from hftune.distributed.progress import Progress
 from hftune.errors import TrainingError
 from hftune.models.trial import restored_buffers
-from hftune.strategies.base import StepBatch, Strategy, dummy_micro_batch
+from hftune.strategies.base import StepBatch, Strategy
 from hftune.strategies.packing import compute, inputs_of, install_packing
 from hftune.strategies.pipeline_sharding import Grid, StagedWeights
 from hftune.strategies.pipeline_stages import layers_of
@@ -200,10 +200,8 @@ class Pipeline(Strategy):
                 stage.statistics = RunningStatistics(places, self.exact)
         return sorted({*self.broadcast(self.gather_to_main(class_names(changed.values())))})
 
-    def assign(self, step: list[MicroBatch]) -> StepBatch:
-        mine = self.share(step)
-        num_missing = self.config.fill_up(len(mine)) - len(mine)
-        return StepBatch(step, [*mine, *[dummy_micro_batch(step)] * num_missing], [1] * len(mine) + [0] * num_missing)
+    def num_dummies(self, step: Sequence[MicroBatch], num_mine: int) -> int:
+        return self.config.fill_up(num_mine) - num_mine
 
     def counts(self, batch: StepBatch) -> list[float]:
         counts = super().counts(batch)
