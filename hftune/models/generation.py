@@ -21,8 +21,6 @@ from hftune.errors import ConfigError, did_you_mean
 from hftune.models.pretrained import CONFIG, folder_of
 
 CONTINUABLE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
-
-
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Generation settings without effect, unless the next token is drawn at random."""
 BEAMS = ("early_stopping", "length_penalty")

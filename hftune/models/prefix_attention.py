@@ -147,19 +147,15 @@ def is_right(kernel: Callable[..., Tensor], device: torch.device, dtype: torch.d
 
 def pack_layers(encoder: nn.Module) -> None:
     """Let a stack of layers, which is given ``prefix``, compute real tokens only if ``prefix.packs_layers``."""
-    encoder.register_forward_pre_hook(_enter, with_kwargs=True)
-    encoder.register_forward_hook(_leave, with_kwargs=True)
 
-
-def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    prefix = kwargs.get("prefix")
-    if prefix is None or not prefix.packs_layers:
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (prefix := kwargs.get("prefix")) is not None and prefix.packs_layers:
+            return (prefix.packing.pack(args[0]), *args[1:]), kwargs
         return None
-    hidden_BTC, *rest = args
-    return (prefix.packing.pack(hidden_BTC), *rest), kwargs
 
+    def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if (prefix := kwargs.get("prefix")) is not None and prefix.packs_layers:
+            output.last_hidden_state = prefix.packing.unpack(output.last_hidden_state)
 
-def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    prefix = kwargs.get("prefix")
-    if prefix is not None and prefix.packs_layers:
-        output.last_hidden_state = prefix.packing.unpack(output.last_hidden_state)
+    encoder.register_forward_pre_hook(enter, with_kwargs=True)
+    encoder.register_forward_hook(leave, with_kwargs=True)

@@ -196,11 +196,11 @@ class DecoderStage(nn.Module):
         layers = getattr(body, layers_name)
         for number, layer in enumerate(layers):
             if not start <= number < stop:
-                layers[number] = PassthroughLayer(layer)
+                layers[number] = Passthrough(layer)
         for name in () if self.is_first else before:
             child = getattr(body, name)
             is_table = isinstance(child, nn.Embedding) and child is not self.model.get_input_embeddings()
-            setattr(body, name, NoPositions() if is_table else Passthrough())
+            setattr(body, name, Passthrough(is_table=is_table))
         for name in () if self.is_last else after:
             setattr(body, name, Passthrough())
         if not self.is_last:
@@ -217,24 +217,15 @@ class DecoderStage(nn.Module):
 
 
 class Passthrough(nn.Module):
-    """Replaces a module of a different stage, and returns its input."""
+    """Replaces a module of a different stage, and returns its input; of a table of positions, which the first stage adds, 0."""
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden
-
-
-class PassthroughLayer(Passthrough):
-    """Replaces a layer, of which decoders read plain attributes, such as the kind of its attention."""
-
-    def __init__(self, layer: nn.Module):
+    def __init__(self, layer: nn.Module | None = None, is_table: bool = False):
+        """Take over a layer's plain attributes, such as the kind of its attention, which decoders read."""
         super().__init__()
-        for name, value in vars(layer).items():
+        self.is_table = is_table
+        for name, value in vars(layer).items() if layer is not None else ():
             if isinstance(value, str | int | float) and name != "training":
                 setattr(self, name, value)
 
-
-class NoPositions(nn.Module):
-    """Replaces a table of positions: the first stage has added them."""
-
-    def forward(self, positions: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.zeros((), device=positions.device)
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros((), device=hidden.device) if self.is_table else hidden
