@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import sys
 
@@ -28,13 +29,8 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lora(run):
-    words = (
-        "task.max_train_samples=320",
-        "task.max_eval_samples=16",
-        f"task.model={run.folder / 'model'}",
-        "train.log_every=1",
-    )
-    return train_on(1, {"lora": words}, run.folder.parent, "chats_lora_demo")["lora"]
+    words = ("task.max_train_samples=320", "task.max_eval_samples=16", "train.log_every=1")
+    return train_on(1, {"lora": (*words, f"task.model={run.folder / 'model'}")}, run.folder.parent, "chats_lora_demo")["lora"]
 
 
 @pytest.fixture
@@ -64,9 +60,8 @@ def test_export_has_template_and_stops_and_answers_as_the_evaluation_did(run):
     assert model.generation_config.max_new_tokens is None, "the evaluation's settings are its own"
     assert model.generation_config.eos_token_id == [tokens.convert_tokens_to_ids("<|im_end|>")]
     prompt = tokens.apply_chat_template(CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    expected = tokens.decode(
-        model.generate(**prompt, max_new_tokens=24)[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True
-    )
+    answer = model.generate(**prompt, max_new_tokens=24)[0, prompt["input_ids"].shape[1] :]
+    expected = tokens.decode(answer, skip_special_tokens=True)
     trained = load_model(run.folder, device="cpu")
     batched = trained.predict([{"messages": CHAT[1:]}, CHAT, "bob has 2 coins. who?"])
     assert batched[1] == {"generated": expected}
@@ -81,24 +76,22 @@ def based(run, own, tmp_path):
         base = shutil.copytree(run.folder / "model", tmp_path / "base", dirs_exist_ok=True)
         path = base / "generation_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-        recipe = own(
-            BEFORE, recipe="sft", words=(f"task.model={base}", "task.dataset_config=null", "task.max_length=96", *words)
-        )
+        words = (f"task.model={base}", "task.dataset_config=null", "task.max_length=96", *words)
+        recipe = own(BEFORE, recipe="sft", words=words)
         load_datasets(recipe)
         return recipe.task, build_model(recipe)
 
     return make
 
 
+SAMPLED = {"do_sample": True, "temperature": 0.6, "max_new_tokens": 40}
+
+
 @pytest.mark.parametrize(
     ("settings", "words", "kept"),
     [
         ({"temperature": 0.6, "top_p": 0.9}, (), {"temperature": None, "top_p": None}),
-        (
-            {"do_sample": True, "temperature": 0.6, "max_new_tokens": 40},
-            ("task.generation={do_sample: false, max_new_tokens: 3}",),
-            {"do_sample": True, "temperature": 0.6, "max_new_tokens": 40},
-        ),
+        (SAMPLED, ("task.generation={do_sample: false, max_new_tokens: 3}",), SAMPLED),
         ({"length_penalty": 0.5}, ("task.generation={num_beams: 2, length_penalty: 2.0}",), {"num_beams": None}),
     ],
 )
@@ -188,25 +181,15 @@ def test_chats_that_cannot_be_answered_are_refused(run, tmp_path, capsys, words,
 def test_adapters_start_from_the_export_of_the_demo_and_are_a_fraction_of_it(run, lora):
     losses = lora.logged("train/loss")
     assert len(losses) == 10 and losses[-1] < losses[0] - 2
-    weights = [
-        path.stat().st_size
-        for path in (lora.folder / "model" / "adapter_model.safetensors", run.folder / "model" / "model.safetensors")
-    ]
+    adapters, whole = lora.folder / "model" / "adapter_model.safetensors", run.folder / "model" / "model.safetensors"
     assert (lora.folder / "model" / "generation_config.json").is_file(), "docs/chats.md loads it"
-    assert weights[0] < weights[1] / 3  # matrices of rank 8 beside a model that is 64 wide
+    assert adapters.stat().st_size < whole.stat().st_size / 3  # matrices of rank 8 beside a model that is 64 wide
     assert evaluate(Recipe.load(lora.folder / "recipe.yaml"), lora.folder / "model").metrics == lora.result["metrics"]
 
 
 def test_samples_are_shown_with_what_is_trained(capsys, own):
-    row = {
-        "messages": [
-            *CHAT,
-            ANSWER,
-            {"role": "user", "content": "who?"},
-            {"role": "assistant", "content": "ann", "train": False},
-        ]
-    }
-    recipe = own(row)
+    untrained = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "ann", "train": False}]
+    recipe = own({"messages": [*CHAT, ANSWER, *untrained]})
     train = load_datasets(recipe)["train"]
     assert [text for text, is_trained in recipe.task.marked(train[0]) if is_trained] == ["37<|im_end|>"]
     assert cli.main(["show", "recipe=chats_demo", "--samples", "2", "task.max_train_samples=20"]) == 0
@@ -230,26 +213,18 @@ BEFORE = {"messages": [*CHAT, ANSWER]}
 
 
 @pytest.mark.parametrize(
-    ("row", "words", "message"),
+    ("messages", "message"),
     [
-        ({"messages": CHAT}, (), "at row 1: There is no message of the assistant to train on."),
-        (
-            {"messages": [CHAT[1], CHAT[0], ANSWER]},
-            (),
-            "at row 1: Message 1 has the role system, which comes first, before user.",
-        ),
-        ({"messages": [{"role": "usr", "content": "x"}, ANSWER]}, (), "at row 1: Message 0 has the role 'usr'."),
-        (
-            {"messages": [{"role": "user", "content": "<|im_end|>"}, ANSWER]},
-            (),
-            "at row 1: Message 0 holds the text '<|im_end|>'",
-        ),
-        ({"messages": [*CHAT, {**ANSWER, "content": "a b " * 60}]}, (), "has 1 chat longer than task.max_length=96 tokens"),
+        (CHAT, "at row 1: There is no message of the assistant to train on."),
+        ([CHAT[1], CHAT[0], ANSWER], "at row 1: Message 1 has the role system, which comes first, before user."),
+        ([{"role": "usr", "content": "x"}, ANSWER], "at row 1: Message 0 has the role 'usr'."),
+        ([{"role": "user", "content": "<|im_end|>"}, ANSWER], "at row 1: Message 0 holds the text '<|im_end|>'"),
+        ([*CHAT, {**ANSWER, "content": "a b " * 60}], "has 1 chat longer than task.max_length=96 tokens"),
     ],
 )
-def test_row_that_cannot_be_trained_on_is_refused_by_its_number(own, row, words, message):
+def test_row_that_cannot_be_trained_on_is_refused_by_its_number(own, messages, message):
     with pytest.raises(DataError) as refused:
-        load_datasets(own(BEFORE, row, words=words))
+        load_datasets(own(BEFORE, {"messages": messages}))
     text = str(refused.value)
     assert text.startswith("The train split ") and message in text and "row 1" in text and "\n" not in text
 
@@ -265,9 +240,8 @@ def test_row_that_cannot_be_trained_on_is_refused_by_its_number(own, row, words,
     ],
 )
 def test_keys_that_contradict_are_refused_before_anything_is_loaded(own, word, message):
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         own(BEFORE, words=(word,)).validate()
-    assert message in str(refused.value)
 
 
 def test_model_without_a_template_is_refused(own, run, tmp_path):

@@ -1,6 +1,5 @@
 """The shipped recipes from a Hub on loopback, as typed: nothing is overridden but sizes. And what is said if the Hub fails."""
 
-import re
 import shutil
 from collections import Counter
 
@@ -131,10 +130,8 @@ def test_a_resume_with_another_commit_is_refused_and_the_old_one_can_be_pinned(h
     try:
         codes, said = typed(hub, tmp_path, *command)
         assert all(codes) and 2 in codes
-        assert (
-            f"{out}/checkpoints/step_00000002 was trained with commit {old} of task.dataset, and commit {new} was loaded now: the "
-            f"repository has changed on the Hub. task.dataset_revision={old} resumes with the old one; resume=never starts over."
-        ) in said
+        assert f"was trained with commit {old} of task.dataset, and commit {new} was loaded now" in said
+        assert f"task.dataset_revision={old} resumes with the old one; resume=never starts over." in said
         codes, said = typed(hub, tmp_path, *command, f"task.dataset_revision={old}")
         assert codes == [0, 0], said
         assert "Resuming from step 2 of 3" in said and Run(out).result["commits"]["task.dataset"] == old
@@ -167,33 +164,27 @@ def test_a_renamed_repository_and_a_connection_that_is_cut_once_are_no_trouble(h
     assert hub.fetched()["models/other/shaky/model.safetensors"] == 2  # once in vain
 
 
-AGAIN = (
-    "Check the network and try again; finished downloads are kept. HF_HUB_DOWNLOAD_TIMEOUT=60 waits longer for an answer; "
-    "HF_HUB_OFFLINE=1 uses the cache only. Without the Hub, "
-)
-FOLDER = "name a folder: task.model=FOLDER."
-FILES = "name files: task.dataset=json task.data_files.train=... task.data_files.eval=... (json, csv, parquet, arrow, text)."
-SCRIPT = (
-    "hftune: task.dataset=csebuetnlp/xlsum has a loading script, and hftune runs no code from the Hub. The Hub has a converted "
-    "copy of most such data sets: set task.dataset_revision=refs/convert/parquet, and task.data_dir=... to the folder of a configuration."
-)
-
-
 def test_a_loading_script_is_not_run_and_its_conversion_is_pointed_to(hub, runs, tmp_path):
     words = ("recipe=yelp", *SMALL["yelp"], "task.dataset=csebuetnlp/xlsum", f"output_dir={tmp_path / 'out'}")
     codes, said = typed(hub, tmp_path, *words)
-    assert all(codes) and 2 in codes and SCRIPT in said.splitlines()
+    assert all(codes) and 2 in codes
+    (line,) = [
+        line for line in said.splitlines() if line.startswith("hftune: task.dataset=csebuetnlp/xlsum has a loading script")
+    ]
+    assert "set task.dataset_revision=refs/convert/parquet, and task.data_dir=..." in line
 
 
 FAULTS = {
-    "model missing": "the Hub has no such model, or it is private. Check the name; for a private one, log in with `hf auth login`.",
-    "model gated": "its owner requires agreement to terms. Accept them at HUB/NAME and log in with `hf auth login`, on each machine.",
-    "model cut": f"the Hub (HUB) closed the connection (REASON). {AGAIN}{FOLDER}",
-    "dataset missing": "the Hub has no such data set, or it is private. Check the name; for a private one, log in with `hf auth "
-    "login`.",
-    "dataset gated": "its owner requires agreement to terms. Accept them at HUB/datasets/NAME and log in with `hf auth login`, on each "
-    "machine.",
-    "dataset slow": f"the Hub (HUB) does not answer in time. {AGAIN}{FILES}",
+    "model missing": ("the Hub has no such model, or it is private.", "log in with `hf auth login`."),
+    "model gated": ("its owner requires agreement to terms. Accept them at AT/NAME", "on each machine."),
+    "model cut": ("the Hub (AT) closed the connection (", "HF_HUB_OFFLINE=1 uses the cache only.", "task.model=FOLDER."),
+    "dataset missing": ("the Hub has no such data set, or it is private.", "log in with `hf auth login`."),
+    "dataset gated": ("its owner requires agreement to terms. Accept them at AT/datasets/NAME", "on each machine."),
+    "dataset slow": (
+        "the Hub (AT) does not answer in time.",
+        "HF_HUB_DOWNLOAD_TIMEOUT=60 waits longer",
+        "task.data_files.train=",
+    ),
 }
 
 
@@ -206,11 +197,7 @@ def test_what_cannot_be_had_is_one_sentence_that_says_what_to_do(hub, runs, tmp_
         hub.break_(f"{kind}s", name, fault)
     codes, said = typed(hub, tmp_path, "recipe=yelp", *SMALL["yelp"], f"task.{kind}={name}", f"output_dir={tmp_path / 'out'}")
     assert all(codes) and 2 in codes
-    lines = [line for line in said.splitlines() if line.startswith("hftune: ")]
-    expected = f"hftune: task.{kind}={name} cannot be loaded: {FAULTS[case]}".replace("HUB/", f"{hub.address}/").replace(
-        "NAME", name
-    )
-    assert len(lines) == 1 and re.fullmatch(
-        re.escape(expected.replace("(HUB)", f"({hub.address})")).replace("REASON", ".+"), lines[0]
-    )
-    assert "Traceback" not in said
+    (line,) = [line for line in said.splitlines() if line.startswith("hftune: ")]
+    assert line.startswith(f"hftune: task.{kind}={name} cannot be loaded: ") and "Traceback" not in said
+    for part in FAULTS[case]:
+        assert part.replace("AT", hub.address).replace("NAME", name) in line

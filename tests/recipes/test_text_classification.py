@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import sys
 
 import pytest
@@ -114,43 +115,30 @@ def test_weights_are_balanced_by_the_training_split(tmp_path):
     assert task._problem.weights == [1.0, 5.0]
 
 
+NUMBERS = ("task.text_column=review", "task.label_column=stars", "task.problem_type=regression")
+
+
 @pytest.mark.parametrize(
     ("changed", "words", "said"),
     [
-        (
-            {},
-            [],
-            "task.label_column is not set, and several columns would do: stars, id. Set it to one of the columns: review, "
-            "stars, id.",
-        ),
+        ({}, (), "several columns would do: stars, id. Set it to one of the columns: review, stars, id."),
         (
             {"stars": "many"},
-            ["task.text_column=review", "task.label_column=stars", "task.problem_type=regression"],
-            "Row 5 of the train split has 'many' in column 'stars', which is not a number. Correct it, or set "
-            "task.problem_type if these are classes.",
+            NUMBERS,
+            "Row 5 of the train split has 'many' in column 'stars', which is not a number. Correct it",
         ),
-        (
-            {"stars": None},
-            ["task.text_column=review", "task.label_column=stars", "task.problem_type=regression"],
-            "Row 5 of the train split has no label in column 'stars'. Fill it in, or remove the row.",
-        ),
+        ({"stars": None}, NUMBERS, "Row 5 of the train split has no label in column 'stars'. Fill it in, or remove the row."),
+        ({}, (NUMBERS[0], "task.label_columns=[stars, stars]"), "has 2 in column 'stars', which is neither 0 nor 1."),
         (
             {},
-            ["task.text_column=review", "task.label_columns=[stars, stars]"],
-            "Row 2 of the train split has 2 in column 'stars', which is neither 0 nor 1. Each column of task.label_columns says "
-            "whether a text has that label.",
+            (NUMBERS[0], "task.label_column=id", "task.class_weights={row99: 2}"),
+            "names no class. Classes: row0, row1, row10,",
         ),
+        ({}, (NUMBERS[0], "task.label_column=id", "task.class_weights={row99: 2}"), "Did you mean 'row9'?"),
         (
             {},
-            ["task.text_column=review", "task.label_column=id", "task.class_weights={row99: 2}"],
-            "task.class_weights.row99 names no class. Classes: row0, row1, row10, row11, row2, row3, row4, row5, row6, row7. "
-            "Did you mean 'row9'?",
-        ),
-        (
-            {},
-            ["task.text_column=review", "task.label_column=stars", "task.problem_type=multi_label_classification"],
-            "Column 'stars' of the train split holds int64, not lists of labels. Name a column of 0 and 1 for each label in "
-            "task.label_columns, or set task.problem_type=single_label_classification.",
+            (*NUMBERS[:2], "task.problem_type=multi_label_classification"),
+            "Column 'stars' of the train split holds int64, not",
         ),
     ],
 )
@@ -160,10 +148,9 @@ def test_data_that_do_not_fit_are_refused_in_a_sentence(tmp_path, changed, words
     if changed.get("stars") == "many":  # one type in a column of JSON
         rows = [{**row, "stars": str(row["stars"])} for row in rows]
     task = own(tmp_path, rows, *words)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=re.escape(said)):
         task.datasets()
         task._problem  # noqa: B018 - weights are looked up with the first loss
-    assert str(caught.value) == said
 
 
 def test_a_label_that_the_training_split_lacks_is_refused(tmp_path):
@@ -179,37 +166,26 @@ def test_a_label_that_the_training_split_lacks_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (
-            ["task.class_weights=even"],
-            "task.class_weights='even' is neither balanced nor a mapping from class names to weights",
-        ),
-        (["task.class_weights={a: 0}"], "task.class_weights.a=0 must be a number above 0."),
-        (["task.label_smoothing=1.0"], "task.label_smoothing=1.0 must be in [0, 1)."),
-        (["task.focal_gamma=-1"], "task.focal_gamma=-1.0 must be at least 0"),
-        (
-            ["task.focal_gamma=2", "task.label_smoothing=0.1"],
-            "task.label_smoothing and task.focal_gamma contradict each other.",
-        ),
-        (["task.text_columns=[a]"], "task.text_columns=['a'] must be the two columns of a pair"),
-        (["task.text_columns=[a, b]", "task.text_column=a"], "task.text_column=a and task.text_columns are both set."),
-        (["task.label_columns=[a, b]", "task.label_column=a"], "task.label_column='a' has no place beside task.label_columns."),
-        (
-            ["task.problem_type=regression", "task.class_weights=balanced"],
-            "task.class_weights='balanced' is for classes, not for",
-        ),
-        (["task.problem_type=regression", "task.ordinal=true"], "task.ordinal=true is for classes, not for"),
+        ("task.class_weights=even", "'even' is neither balanced nor a mapping from class names to weights"),
+        ("task.class_weights={a: 0}", "task.class_weights.a=0 must be a number above 0."),
+        ("task.label_smoothing=1.0", "task.label_smoothing=1.0 must be in [0, 1)."),
+        ("task.focal_gamma=-1", "task.focal_gamma=-1.0 must be at least 0"),
+        ("task.focal_gamma=2; task.label_smoothing=0.1", "task.label_smoothing and task.focal_gamma contradict each other."),
+        ("task.text_columns=[a]", "task.text_columns=['a'] must be the two columns of a pair"),
+        ("task.text_columns=[a, b]; task.text_column=a", "task.text_column=a and task.text_columns are both set."),
+        ("task.label_columns=[a, b]; task.label_column=a", "task.label_column='a' has no place beside task.label_columns."),
+        ("task.problem_type=regression; task.class_weights=balanced", "task.class_weights='balanced' is for classes, not for"),
+        ("task.problem_type=regression; task.ordinal=true", "task.ordinal=true is for classes, not for"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused_before_anything_is_loaded(words, said):
-    with pytest.raises(ConfigError) as caught:
-        Recipe.load("text_classification", "task.dataset=hftune.data.demo:tickets", *words).validate()
-    assert said in str(caught.value)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        Recipe.load("text_classification", "task.dataset=hftune.data.demo:tickets", *words.split("; ")).validate()
 
 
 def test_the_recipe_asks_for_data():
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"Name your data: task.data_files.train=\.\.\."):
         Recipe.load("text_classification").validate()
-    assert "Name your data: task.data_files.train=..." in str(caught.value)
 
 
 def test_text_task_of_the_documentation_trains(tmp_path, monkeypatch):
@@ -237,12 +213,8 @@ def test_yelp_is_what_it_was_before_it_built_on_text_classification():
     task = {name: value for name, value in vars(recipe.task).items() if value not in (None, {}, 0.0)}
     names = ["1 star", "2 stars", "3 stars", "4 stars", "5 stars"]
     assert task == {
-        **{
-            "model": "google-bert/bert-base-cased",
-            "dataset": "Yelp/yelp_review_full",
-            "train_split": "train",
-            "eval_split": "test",
-        },
+        **{"model": "google-bert/bert-base-cased", "dataset": "Yelp/yelp_review_full"},
+        **{"train_split": "train", "eval_split": "test"},
         **{"max_train_samples": 5000, "max_eval_samples": 5000, "vocab_size": 4096, "max_length": 512},
         **{"problem_type": "single_label_classification", "text_column": "text", "label_column": "label"},
         **{"label_names": names, "ordinal": True},

