@@ -18,9 +18,17 @@ from hftune.data.row_hashes import read_rows, root
 from hftune.errors import ConfigError
 from hftune.replay.differences import OWN_KEYS, differences_between
 from hftune.replay.divergence import Divergence, find_divergence
-from hftune.replay.intervals import MIN_SEEDS, Interval, of_independent, of_unpaired
 from hftune.replay.ledger import LedgerRecord, read_ledger, stretches
-from hftune.replay.paired import PairedEvaluation, TrainingLoss, evaluation, training_loss
+from hftune.replay.paired import (
+    MIN_SEEDS,
+    Interval,
+    PairedEvaluation,
+    TrainingLoss,
+    evaluation,
+    of_independent,
+    of_unpaired,
+    training_loss,
+)
 from hftune.replay.run_record import RunRecord, plain
 
 

@@ -29,7 +29,7 @@ from hftune.errors import ConfigError, TrainingError
 from hftune.models.weights import weights_digest
 from hftune.optim import ema_decay_at, lr_at
 from hftune.replay.history import NO_CHANGE, Change, History, keys_of
-from hftune.replay.leaving_out import LeavingOut
+from hftune.replay.samples import LeavingOut
 from hftune.settle import PARTS, default_parts, prepare, settle_micro_batches, warm_up_strategy
 from hftune.strategies.base import StepBatch, StepReport, Strategy
 from hftune.strategies.data_parallel import DataParallel

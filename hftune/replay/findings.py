@@ -12,8 +12,16 @@ from typing import Any
 
 from hftune.replay.comparison import Comparison, Pair
 from hftune.replay.divergence import Divergence
-from hftune.replay.intervals import MIN_ROWS, MIN_SEEDS, MIN_STEPS, MIN_UNEQUAL_STEPS, Interval
-from hftune.replay.paired import PairedEvaluation, PairedMetric, TrainingLoss
+from hftune.replay.paired import (
+    MIN_ROWS,
+    MIN_SEEDS,
+    MIN_STEPS,
+    MIN_UNEQUAL_STEPS,
+    Interval,
+    PairedEvaluation,
+    PairedMetric,
+    TrainingLoss,
+)
 from hftune.replay.tolerance import TOLERANCE, relative
 from hftune.tracking.console import aligned, note, short
 from hftune.tracking.summary import processes

@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,53 @@ def cut_row(values: Any, row: int, num_rows: int) -> Any:
         return value[row : row + 1] if has_rows else value
 
     return tree_map(cut, values)
+
+
+class LeavingOut(DataParallel):
+    """DataParallel with samples that add nothing to the loss, and whose items do not count, but that stay in the forward pass.
+
+    Taken out of their micro-batch, they would shift the dropout of their neighbours, and perhaps the padding: every other number
+    would change a little, too, and nobody could tell what the samples themselves have done.
+    """
+
+    left_out: frozenset[int] = frozenset()
+
+    def counts(self, batch: StepBatch) -> list[float]:
+        _, *rest = counts = super().counts(batch)
+        if not self._concerns(batch):
+            return counts
+        num_items = 0.0
+        for micro_batch, weight, loaded in zip(batch.mine, batch.weights, batch.batches, strict=True):
+            target, samples = self.task.target(loaded), micro_batch.samples.tolist()
+            kept = (place for place, sample in enumerate(samples) if sample not in self.left_out)
+            num_items += weight * sum(float(self.task.num_items(cut_row(target, place, len(samples)))) for place in kept)
+        return [num_items, *rest]
+
+    def _loss_of(self, batch: StepBatch, seed: int, step: int) -> Callable[[int, Any, Any], Tensor]:
+        if not self._concerns(batch):
+            return super()._loss_of(batch, seed, step)
+        task = self.task
+        if isinstance(task, BatchLossTask):
+            samples = [sample for micro_batch in batch.plan for sample in micro_batch.samples.tolist()]
+            self.task = copy.copy(task)  # the samples stay there for the others to be compared with
+            self.task.batch_losses = lambda *rows: self._masked(task.batch_losses(*rows), samples)  # type: ignore[method-assign]
+            try:
+                return super()._loss_of(batch, seed, step)
+            finally:
+                self.task = task
+
+        def loss(index: int, outputs: Any, target: Any) -> Tensor:
+            samples = batch.mine[index].samples.tolist()
+            return self._masked(torch.stack(sample_losses(task, outputs, target, len(samples))), samples).sum()
+
+        return loss
+
+    def _masked(self, losses_B: Tensor, samples: list[int]) -> Tensor:
+        is_kept_B = torch.tensor([sample not in self.left_out for sample in samples], device=losses_B.device)
+        return losses_B.where(is_kept_B, torch.zeros_like(losses_B))
+
+    def _concerns(self, batch: StepBatch) -> bool:
+        return any(sample in self.left_out for micro_batch in batch.plan for sample in micro_batch.samples.tolist())
 
 
 def look_inside(replayer: Replayer, batch: StepBatch, report: StepReport, pictures: int = 0) -> list[SampleRecord] | None:

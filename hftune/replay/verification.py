@@ -29,12 +29,11 @@ from hftune.distributed.consistency import fingerprint
 from hftune.errors import ConfigError
 from hftune.models.weights import weights_digest
 from hftune.replay.differences import first_use
-from hftune.replay.distances import is_near, measure
+from hftune.replay.distances import SpeedLimit, is_near, measure, why_unlimited
 from hftune.replay.engine import ReplayedStep, Replayer
 from hftune.replay.file_checks import Check, first_few
 from hftune.replay.history import History, path_of
 from hftune.replay.receipt import Hashes, Receipt, changed_checkpoints
-from hftune.replay.speed_limit import SpeedLimit, why_unlimited
 from hftune.replay.tolerance import difference
 from hftune.tracking.console import hide_progress_bars, one_line
 from hftune.tracking.hardware import hardware

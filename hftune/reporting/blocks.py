@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from hftune.replay.metrics_log import is_number
-from hftune.replay.run_record import plain
+from hftune.replay.run_record import is_number, plain
 
 SHORT_TEXT = 40
 """Characters of a text that has room beside others on a phone."""

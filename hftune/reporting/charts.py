@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from hftune.metrics.records import chart_key, place_of, record_of
-from hftune.replay.metrics_log import Curve
-from hftune.replay.run_record import RunRecord
+from hftune.replay.run_record import Curve, RunRecord
 
 GROUPS = {"train": "Training", "eval": "Evaluation", "perf": "Speed", "perf/*": "Machines", "": "Other"}
 """Headings, by the first part of a metric's name."""

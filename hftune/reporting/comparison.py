@@ -9,8 +9,7 @@ from typing import Any
 from hftune.metrics.records import record_of
 from hftune.replay.comparison import compare
 from hftune.replay.findings import Finding, findings, remarks
-from hftune.replay.metrics_log import is_number
-from hftune.replay.run_record import RunRecord, cut, flat, plain
+from hftune.replay.run_record import RunRecord, cut, flat, is_number, plain
 from hftune.reporting.blocks import Cell, Section, bullets, code, duration, figure, section, table, text
 from hftune.reporting.confusion import confusion
 from hftune.reporting.sections import curves_section, lower_first, notices

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hftune.metrics.records import place_of, record_of
-from hftune.replay.metrics_log import is_number, mapping
-from hftune.replay.run_record import Images, RunRecord, cut, flat
+from hftune.replay.run_record import Images, RunRecord, cut, flat, is_number, mapping
 from hftune.reporting.blocks import (
     Block,
     Cell,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, ttest_ind, ttest_rel
 
-from hftune.replay.intervals import mcnemar, of_independent, of_steps, of_unpaired
+from hftune.replay.paired import mcnemar, of_independent, of_steps, of_unpaired
 
 
 def correlated(rho, num_steps, num_runs):

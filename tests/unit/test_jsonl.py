@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from hftune.replay.metrics_log import read_log
-from hftune.replay.run_record import read_predictions
+from hftune.replay.run_record import read_log, read_predictions
 from hftune.tracking.jsonl import json_line, line_file, read_lines, strict_json
 
 

@@ -14,8 +14,7 @@ from PIL import Image
 
 from hftune import cli
 from hftune.checkpoints.output_dir import start_folder
-from hftune.replay.metrics_log import Curve
-from hftune.replay.run_record import read_run, run_names
+from hftune.replay.run_record import Curve, read_run, run_names
 from hftune.reporting import page as report
 from hftune.reporting.blocks import duration, millions, number
 from hftune.reporting.callbacks import Report

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hftune.optim.lion import Lion
-from hftune.replay.speed_limit import SpeedLimit, adam_bound, why_unlimited
+from hftune.replay.distances import SpeedLimit, adam_bound, why_unlimited
 from hftune.replay.verification import Segment, draw, segments_between
 
 STEPS = 60
