@@ -24,7 +24,6 @@ class Audit:
     """Epochs in which every sample was used exactly once. Of a mixture: in which the number of samples of each data set follows
     its weight, and the use counts of any two of its samples since the start differ by at most one."""
     samples: int = 0
-    """Samples used, each as often as it was."""
     skipped: list[int] = field(default_factory=list)
     """Skipped steps; their epochs are not whole."""
     starts: list[dict[str, Any]] = field(default_factory=list)
@@ -34,7 +33,6 @@ class Audit:
     lines: int = 0
     """Each holds the hash of the line before."""
     end: str = NOTHING
-    """SHA-256 of the last line, which stands for all of them."""
     mixture: list[dict[str, Any]] = field(default_factory=list)
     """Of each data set of a mixture: rows, weight, and samples, the number that an epoch uses."""
     problems: list[str] = field(default_factory=list)

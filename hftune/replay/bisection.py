@@ -93,7 +93,6 @@ class Try:
 
     changes: list[str]
     losses: list[float] = field(default_factory=list)
-    """Of the steps that were computed."""
     curve: list[float] = field(default_factory=list)
     """Their means, by thirds."""
     place: float | None = None

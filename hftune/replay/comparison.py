@@ -60,7 +60,6 @@ class RunFacts:
     missing: list[str]
     """What cannot be compared, a sentence each."""
     problems: list[str]
-    """What is wrong with the ledger, a sentence each."""
     can_be_replayed: bool
     metrics: dict[str, float]
     """The best metric, the metrics of the last evaluation, and those of the test."""
@@ -73,7 +72,6 @@ class Method:
     name: str
     """A letter, and the keys that tell it from the others."""
     runs: list[str]
-    """Their names."""
     seeds: list[Any]
     metrics: dict[str, list[float]]
     """The values of its runs, in their order."""

@@ -64,14 +64,12 @@ class Difference:
     name: str
     """The key of the recipe; of other kinds what it is, such as "hardware"."""
     text: str
-    """Names it, with both values."""
     effects: frozenset[Effect]
     from_step: int = 1
     """The first step that it can change."""
     shows_at_once: bool = False
     """Whether it shows in ``from_step`` or not at all: an epoch uses a row in one step, and in no other."""
     values: tuple[Any, Any] | None = None
-    """Of a key."""
     verdict: str = ""
     """Whether it explains where the runs diverge, see ``divergence.VERDICTS``; empty before that is judged."""
     reason: str = ""

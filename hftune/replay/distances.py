@@ -49,7 +49,6 @@ class Distance:
 
     @property
     def share(self) -> float:
-        """Of the way."""
         return 0.0 if self.off == 0 else self.off / self.way if self.way else math.inf
 
     def is_too_far(self, num_steps: int) -> bool:
@@ -129,9 +128,9 @@ def is_near(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-# How far an optimizer can move a weight from one checkpoint to the next: a check of all segments without replaying any. An
-# update of AdamW is at most a known multiple of the learning rate, whatever the gradient is. Weights that were moved by hand, or
-# taken from another training, are further away. Most forgeries stay below the limit; those that do not are found at once.
+# How far an optimizer can move a weight from one checkpoint to the next: a check of all segments without replaying any.
+# An update of AdamW is at most a known multiple of the learning rate, whatever the gradient is. Weights that were moved by
+# hand, or taken from another training, are further away. Most forgeries stay below the limit; the others are found at once.
 
 
 def why_unlimited(optimizer: torch.optim.Optimizer) -> str | None:

@@ -66,7 +66,6 @@ class Terms:
     start: Mapping[str, Any] = field(compare=False)
     """The line of the ledger that training wrote when it last started before the step."""
     text: str
-    """The recipe as YAML."""
 
 
 class Replayer:

@@ -235,7 +235,6 @@ def _reading(is_significant: bool, mean: float) -> str:
 
 
 def _pair(a: Any, b: Any) -> str:
-    """Format two values with as many digits as tell them apart."""
     if a is None or b is None:
         return f"{'not finite' if a is None else a} | {'not finite' if b is None else b}"
     texts = next(texts for digits in range(5, 18) if len(texts := [f"{value:.{digits}g}" for value in (a, b)]) == len({*texts}))
@@ -262,5 +261,4 @@ def mean_and_deviation(values: list[float]) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Format a number of things: "1 step", "1,200 steps"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

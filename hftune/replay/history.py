@@ -69,7 +69,6 @@ class History:
     folder: Path
     ledger: LedgerRecord
     trust_code: bool = False
-    """Whether code may be imported that the recipe names and that is not hftune's."""
     data: tuple[str, ...] = ()
     """Where the data are now, if they have moved: see ``moved_data``."""
 
@@ -237,7 +236,6 @@ class Job:
     last: int
     change: Change
     output: Path
-    """A new folder."""
     save_every: int | None = None
     as_json: bool = False
     worst: int = 0

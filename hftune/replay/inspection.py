@@ -110,7 +110,6 @@ class Inspection:
         return [*lines, *(self.verdict.sentences if self.verdict else [])]
 
     def _table(self, width: int) -> list[str]:
-        """Return a line for each of the worst samples: columns of numbers, then of words."""
         task, records = self.task, [record for _, record in self.shown]
         numbers = {
             "loss": [short(record.loss) for record in records],
@@ -150,7 +149,6 @@ class Inspection:
         return [f"{who} of the {len(of_step)} samples of step {step:,} {make} {share} of its loss."]
 
     def summary(self) -> dict[str, Any]:
-        """Return the verdict, for replay.json."""
         if self.verdict is None:
             return {}
         losses = {str(step): loss for step, loss in sorted(self.losses.items())}

@@ -190,7 +190,6 @@ class End:
     """good or bad."""
     history: History
     words: list[str]
-    """Overrides of the run's keys, as the user gave them."""
 
     @property
     def label(self) -> str:
@@ -379,7 +378,6 @@ class Search:
 
 
 def curve_of(means: Sequence[float]) -> str:
-    """Format the mean losses of the thirds."""
     return f"{'  '.join(f'{short(mean):>5}' for mean in means):<19}"
 
 

@@ -36,7 +36,6 @@ class LedgerRecord:
 
     @property
     def last(self) -> int:
-        """The last step that counts; 0 if there is none."""
         return max(self.steps, default=0)
 
 

@@ -36,7 +36,6 @@ class Outcome:
     start: int
     """Step of the checkpoint that it began with; 0: the first weights."""
     num_steps: int
-    """Of the run."""
     num_processes: int
     steps: list[ReplayedStep] = field(default_factory=list)
     """All that were computed, those on the way included."""
@@ -45,7 +44,6 @@ class Outcome:
     """What is not as it was. On the main process."""
     seconds: float = 0.0
     inspection: Inspection | None = None
-    """Of the samples; on the main process."""
 
     @property
     def lines(self) -> Mapping[int, Mapping[str, Any]]:
@@ -107,7 +105,6 @@ def replay(job: Job) -> bool:
 
 
 def _is_missing(job: Job, replayer: Replayer, step: int) -> bool:
-    """Say whether there is no checkpoint of a step: a run in progress removes some. Collective."""
     return replayer.strategy.on_main(lambda: step not in job.history.checkpoint_steps())
 
 
@@ -143,7 +140,6 @@ def environment_differences(replayer: Replayer) -> list[Difference]:
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:
-    """Return what was found, as plain data."""
     job, change, compared = outcome.job, outcome.job.change, [found for _, found in outcome.compared()]
     changed = {"from": change.from_step, "set": [*change.overrides], "without": sorted(change.without)}
     return {

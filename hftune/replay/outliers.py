@@ -29,7 +29,6 @@ class Outlyingness:
     """How far a sample is from the others."""
 
     values: Mapping[str, float]
-    """By what was measured."""
     ranks: Mapping[str, int]
     """Among all samples by the distance from the median: 1 is the farthest."""
     reasons: Sequence[str]

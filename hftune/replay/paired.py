@@ -37,7 +37,6 @@ class Interval:
 
     @property
     def is_significant(self) -> bool:
-        """Whether 0 lies outside."""
         return abs(self.mean) > self.half_width
 
 
@@ -149,9 +148,7 @@ class PairedMetric:
     won: int | None = None
     """Rows that only B has right, of classes."""
     lost: int | None = None
-    """Rows that only A has right."""
     p_value: float | None = None
-    """Of McNemar's exact test."""
 
     @property
     def is_significant(self) -> bool:
@@ -167,7 +164,6 @@ class PairedEvaluation:
     metrics: list[PairedMetric] = field(default_factory=list)
     num_rows: int = 0
     steps: tuple[int | None, int | None] = (None, None)
-    """After which each was made."""
     reason: str = ""
     """Why the rows cannot be paired."""
 

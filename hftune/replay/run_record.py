@@ -38,7 +38,6 @@ class Curve:
     values: array = field(default_factory=lambda: array("d"))
 
     def finite(self) -> np.ndarray:
-        """Return the values that are numbers."""
         values = np.asarray(self.values)
         return values[np.isfinite(values)]
 
@@ -211,7 +210,6 @@ class RunRecord:
 
     @property
     def title(self) -> str:
-        """The recipe's name."""
         return str(self.facts.get("recipe") or self.recipe.get("recipe") or self.name)
 
     @property
@@ -327,7 +325,6 @@ def _read_text(path: Path) -> str:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if there is none."""
     try:
         return mapping(json.loads(_read_text(path) or "{}"))
     except ValueError:

@@ -42,9 +42,7 @@ class SampleRecord:
     micro_batch: int
     items: float
     loss_sum: float
-    """Over its items."""
     loss_share: float = math.nan
-    """Of the loss of the step."""
     grad_norm: float = math.nan
     """Of its part of the step's gradient."""
     gradient_share: float = math.nan
@@ -104,10 +102,10 @@ def cut_row(values: Any, row: int, num_rows: int) -> Any:
 
 
 class LeavingOut(DataParallel):
-    """DataParallel with samples that add nothing to the loss, and whose items do not count, but that stay in the forward pass.
+    """DataParallel with samples that stay in the forward pass, but add nothing to the loss, and whose items do not count.
 
-    Taken out of their micro-batch, they would shift the dropout of their neighbours, and perhaps the padding: every other number
-    would change a little, too, and nobody could tell what the samples themselves have done.
+    Taken out of their micro-batch, they would shift the dropout of their neighbours, and perhaps the padding: every other
+    number would change a little, too, and nobody could tell what the samples themselves have done.
     """
 
     left_out: frozenset[int] = frozenset()
@@ -230,7 +228,6 @@ def compared_losses(replayer: Replayer, task: BatchLossTask, batch: StepBatch, s
 
 
 def holds_whole_model(strategy: Strategy) -> bool:
-    """Say whether each process holds the whole model."""
     return isinstance(strategy, DataParallel) and isinstance(strategy.sharding, Replicated)
 
 

@@ -35,7 +35,6 @@ class StepDifference:
 
     @property
     def is_bit_equal(self) -> bool:
-        """Whether samples, loss and gradient norm are the same."""
         return self.same_samples and self.largest == 0
 
     @property

@@ -97,7 +97,6 @@ class PinnedHistory(History):
     """A run of whose checkpoints only those count that a receipt pins, in the run's own folder: no replay's, and no others."""
 
     pins: Mapping[int, Hashes] = field(default_factory=dict)
-    """By step, as in a receipt."""
 
     def checkpoint_path(self, step: int) -> Path:
         return path_of(self.folder, step)
