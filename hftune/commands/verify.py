@@ -110,14 +110,18 @@ def verify(receipt: Receipt, history: History, count: int | None, seed: str | No
 
 def compute_again(receipt: Receipt, history: History, count: int | None, seed: str | None) -> Iterator[Check | str]:
     """Compute parts of the run again. Collective."""
-    from hftune.replay.verification import Verification, draw  # imports torch
-    from hftune.tracking.console import duration
+    from hftune.replay.engine import Replayer  # imports torch
+    from hftune.replay.verification import PinnedHistory, Verification, draw
+    from hftune.tracking.console import duration, hide_progress_bars
 
-    with Verification(receipt, history) as verification:
+    hide_progress_bars()  # exports would draw one each
+    pinned = PinnedHistory(history.folder, history.ledger, history.trust_code, history.data, receipt.checkpoints)
+    with Replayer(pinned, 1) as replayer:
+        verification = Verification(receipt, replayer)
         yield verification.check_data()
         yield verification.check_weights()
         yield verification.check_speed()
-        seed = verification.replayer.strategy.broadcast(seed or secrets.token_hex(8))
+        seed = replayer.strategy.broadcast(seed or secrets.token_hex(8))
         if not verification.segments:
             yield "Nothing was computed again: no checkpoint is intact."
             return

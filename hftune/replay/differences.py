@@ -186,6 +186,11 @@ def first_few(names: Iterable[str]) -> str:
     return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
 
 
+def count(number: int, noun: str) -> str:
+    """Format a number of things: "1 step", "1,200 steps"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def _numbers(rows: np.ndarray) -> str:
     return first_few(f"{row:,}" for row in rows.tolist())
 

@@ -5,6 +5,7 @@ What is written here is how to get to a step; how a step is computed is in the s
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
@@ -24,6 +25,7 @@ from hftune.config import CheckpointConfig, Recipe
 from hftune.data.augmentation import augmented
 from hftune.distributed.accelerator import start_accelerator
 from hftune.distributed.collectives import Collectives
+from hftune.distributed.consistency import fingerprint
 from hftune.distributed.session import Session
 from hftune.errors import ConfigError, TrainingError
 from hftune.models.weights import weights_digest
@@ -35,6 +37,7 @@ from hftune.strategies.base import StepBatch, StepReport, Strategy
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.sharding import SavedState, model_tensors
 from hftune.task import Task
+from hftune.tracking.hardware import hardware
 
 Look = Callable[["Replayer", StepBatch, StepReport], None]
 
@@ -210,6 +213,17 @@ class Replayer:
         batch.batches = [*loader.read([micro_batch.samples.tolist() for micro_batch in batch.mine], epoch)]
         batch.counts = strategy.counts(batch)
         return batch
+
+    def environment(self) -> dict[str, Any]:
+        """Return what decides the last bits here, by the names of a start line of the ledger."""
+        own = fingerprint(self.recipe)
+        return {
+            "world_size": self.strategy.num_processes,
+            "strategy": type(self.strategy).__name__,
+            "hardware": json.loads(json.dumps(hardware(self.strategy.device))),
+            "code": own["code"],
+            "packages": own["packages"],
+        }
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
         """Return copies of the present weights, and of their averages, as in checkpoints; none but on the main process."""

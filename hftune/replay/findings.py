@@ -11,6 +11,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from hftune.replay.comparison import Comparison, Pair
+from hftune.replay.differences import count
 from hftune.replay.divergence import Divergence
 from hftune.replay.paired import (
     MIN_ROWS,
@@ -258,7 +259,3 @@ def plus_minus(interval: Interval) -> str:
 def mean_and_deviation(values: list[float]) -> str:
     """Format a mean, and the standard deviation of several values in brackets."""
     return short(fmean(values)) + (f" ({short(stdev(values))})" if len(values) > 1 else "")
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

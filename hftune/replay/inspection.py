@@ -167,7 +167,7 @@ class Inspection:
             if record.picture is not None and place < self.worst:
                 row["picture"] = f"{PICTURES}/{picture_name(step, record.sample)}"
             if record.sample in self.outliers:
-                row |= self.outliers[record.sample].to_dict()
+                row |= self.outliers[record.sample].row
             rows.append(row)
         return rows
 

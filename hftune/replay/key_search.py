@@ -304,7 +304,7 @@ class Search:
         result: dict[str, Any] = {
             "steps": [self.first, self.last],
             "ends": {name: {"losses": of, "curve": scale.curve(of)} for name, of in ends.items()},
-            "changed": [asdict(change) for change in self.changes],
+            "changed": [*map(asdict, self.changes)],
             "found": [],
         }
         if scale.difference <= TOLERANCE:
@@ -327,7 +327,7 @@ class Search:
         if rest and judge.look(rest).is_bad:
             fixed = " ".join(f"{change.key}={spell(change.good)}" for change in found)
             self.say(f"So there is another cause. To find it, leave this one out: add --bad {fixed}")
-        result |= {"found": [asdict(change) for change in found], "tries": [asdict(made) for made in judge.tries.values()]}
+        result |= {"found": [*map(asdict, found)], "tries": [*map(asdict, judge.tries.values())]}
         if [change.key for change in found] == [TRAIN_FILE]:
             result["lines"] = self._search_lines(found[0], losses_with, scale.good)
         return result
@@ -352,11 +352,7 @@ class Search:
             bad = losses_with([*self.words, override([change])])
             judge = Judge(losses, Scale(good, bad), lambda made: self.say(line_of(made, "lines ")))
             found, _ = self._find("line", files.changes, judge)
-        return {
-            "changed": len(files.changes),
-            "found": [asdict(one) for one in found],
-            "tries": [asdict(made) for made in judge.tries.values()],
-        }
+        return {"changed": len(files.changes), "found": [*map(asdict, found)], "tries": [*map(asdict, judge.tries.values())]}
 
     def _find(self, noun: str, changes: Sequence[Any], judge: Judge) -> tuple[list[Any], list[Any]]:
         """Search among changes; print what was found, and how much of the difference it makes. Return it, and the others."""

@@ -10,16 +10,13 @@ from typing import Any
 from hftune.atomic import write_lines, write_text
 from hftune.data.digest import row_hashes
 from hftune.data.row_hashes import read_rows
-from hftune.distributed.consistency import fingerprint
-from hftune.replay.differences import KINDS, Difference, differences_between, row_difference
+from hftune.replay.differences import KINDS, Difference, count, differences_between, row_difference
 from hftune.replay.engine import ReplayedStep, Replayer
-from hftune.replay.findings import count
 from hftune.replay.history import Job
 from hftune.replay.inspection import Inspection
 from hftune.replay.samples import holds_whole_model
 from hftune.replay.tolerance import StepDifference, difference
 from hftune.tracking.console import aligned, duration, hide_progress_bars, hide_reports, note, printed_width, short
-from hftune.tracking.hardware import hardware
 from hftune.tracking.jsonl import strict_json
 from hftune.tracking.summary import processes
 
@@ -84,11 +81,12 @@ def replay(job: Job) -> bool:
             replayer.notices.append(f"The samples of a step can be shown {where}.")
         for step in replayer.advance(job.last, None if inspection is None else inspection.look):
             outcome.steps.append(step)
-            if job.save_every and step.step % job.save_every == 0:
-                if job.change:
-                    replayer.save(job.output / "checkpoints")
-                elif _is_missing(job, replayer, step.step) and outcome.is_equal:  # every later replay will rely on it
-                    replayer.save(job.history.aside / "checkpoints")
+            if not job.save_every or step.step % job.save_every:
+                continue
+            if job.change:
+                replayer.save(job.output / "checkpoints")
+            elif outcome.is_equal and step.step not in replayer.strategy.on_main(job.history.checkpoint_steps):
+                replayer.save(job.history.aside / "checkpoints")  # every later replay will rely on it
         outcome.notices, outcome.seconds = replayer.notices, time.monotonic() - began
         if replayer.strategy.is_main:
             if inspection is not None:
@@ -104,30 +102,19 @@ def replay(job: Job) -> bool:
     return outcome.is_equal
 
 
-def _is_missing(job: Job, replayer: Replayer, step: int) -> bool:
-    return replayer.strategy.on_main(lambda: step not in job.history.checkpoint_steps())
-
-
 def environment_differences(replayer: Replayer) -> list[Difference]:
     """Return the differences between the run, at the present step, and this replay of it. Main process only.
 
     Their texts have both values: "torch 2.12.0 | 2.13.0".
     """
-    start, strategy = dict(replayer.terms.start), replayer.strategy
-    own, hardware_then = fingerprint(replayer.recipe), dict(start.get("hardware", {}))
-    hardware_then.pop("others", None)  # of processes on other machines
-    start["hardware"] = hardware_then
-    now: dict[str, Any] = {
-        "code": own["code"],
-        "packages": own["packages"],
-        "hardware": hardware(strategy.device),
-        "commits": replayer.task.commits(),
-        "world_size": strategy.num_processes,
-        "strategy": start.get("strategy") if replayer.change.without else type(strategy).__name__,
-        "data": {
-            split: {**about, "digest": replayer.digests.get(f"{split} data", about.get("digest"))}
-            for split, about in start.get("data", {}).items()
-        },
+    start, now = dict(replayer.terms.start), replayer.environment() | {"commits": replayer.task.commits()}
+    start["hardware"] = {**start.get("hardware", {})}
+    start["hardware"].pop("others", None)  # of processes on other machines
+    if replayer.change.without:
+        now["strategy"] = start.get("strategy")
+    now["data"] = {
+        split: {**about, "digest": replayer.digests.get(f"{split} data", about.get("digest"))}
+        for split, about in start.get("data", {}).items()
     }
     step, noted, here = max(replayer.step, 1), None, None
     if start.get("data", {}).get("train", {}).get("digest") not in (None, replayer.digests["train data"]):

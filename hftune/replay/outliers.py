@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,25 +23,15 @@ TEXTS = ("input_ids", "source")
 """Beginnings of the names of the columns with a sample's tokens."""
 
 
-@dataclass(frozen=True)
-class Outlyingness:
+class Outlyingness(NamedTuple):
     """How far a sample is from the others."""
 
-    values: Mapping[str, float]
-    ranks: Mapping[str, int]
-    """Among all samples by the distance from the median: 1 is the farthest."""
+    row: dict[str, Any]
+    """For samples.jsonl: what was measured, and its rank by the distance from the median, of which 1 is the farthest."""
     reasons: Sequence[str]
     """Why it is an outlier, such as "13.8 bits a token, usually 6.1"; empty if it is none."""
     distance: float
     """The largest, in robust standard deviations."""
-    is_cut: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the values and their ranks, for samples.jsonl."""
-        found: dict[str, Any] = {}
-        for name, value in self.values.items():
-            found |= {name.replace(" ", "_"): value, f"{name.replace(' ', '_')}_rank": self.ranks[name]}
-        return {**found, "cut": self.is_cut, "outlier": bool(self.reasons)}
 
 
 def find_outliers(dataset: Any, samples: Sequence[int]) -> dict[int, Outlyingness]:
@@ -84,13 +73,13 @@ def find_outliers(dataset: Any, samples: Sequence[int]) -> dict[int, Outlyingnes
             for name, values in measures.items()
             if distances[name][place] > FAR
         ]
-        found[sample] = Outlyingness(
-            values={name: float(values[place]) for name, values in measures.items()},
-            ranks={name: int((away > away[place]).sum()) + 1 for name, away in distances.items()},
-            reasons=[*reasons, *(["cut"] if is_rarely_cut and cut[place] else [])],
-            distance=max(float(away[place]) for away in distances.values()),
-            is_cut=bool(cut[place]),
-        )
+        reasons += ["cut"] if is_rarely_cut and cut[place] else []
+        row: dict[str, Any] = {}
+        for name, values in measures.items():
+            rank = int((distances[name] > distances[name][place]).sum()) + 1
+            row |= {name.replace(" ", "_"): float(values[place]), f"{name.replace(' ', '_')}_rank": rank}
+        row |= {"cut": bool(cut[place]), "outlier": bool(reasons)}
+        found[sample] = Outlyingness(row, reasons, max(float(away[place]) for away in distances.values()))
     return found
 
 

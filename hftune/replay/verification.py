@@ -9,14 +9,12 @@ import json
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -25,18 +23,16 @@ from hftune.checkpoints.checkpointer import Checkpoint
 from hftune.checkpoints.export import export, read_about
 from hftune.data.digest import row_hashes
 from hftune.data.row_hashes import read_rows
-from hftune.distributed.consistency import fingerprint
 from hftune.errors import ConfigError
 from hftune.models.weights import weights_digest
-from hftune.replay.differences import first_use
+from hftune.replay.differences import row_difference
 from hftune.replay.distances import SpeedLimit, is_near, measure, why_unlimited
 from hftune.replay.engine import ReplayedStep, Replayer
 from hftune.replay.file_checks import Check, first_few
 from hftune.replay.history import History, path_of
 from hftune.replay.receipt import Hashes, Receipt, changed_checkpoints
 from hftune.replay.tolerance import difference
-from hftune.tracking.console import hide_progress_bars, one_line
-from hftune.tracking.hardware import hardware
+from hftune.tracking.console import one_line
 
 OPTIMIZER_KEYS = ("optimizer", "optimizer_args", "betas", "weight_decay", "momentum", "groups", "layer_decay", "clip_norm")
 """Keys of the section train on which the speed limit stands, beside the learning rate, which the ledger has."""
@@ -107,32 +103,20 @@ class PinnedHistory(History):
 
 
 class Verification:
-    """A context in which parts of a run are computed again and compared with its receipt.
+    """Computes parts of a run again and compares them with its receipt.
 
-    Raises:
-        ConfigError: the recipe cannot be run here, or the data have another number of rows than the run's.
-        DataError: the data cannot be trained on.
+    Args:
+        replayer: within its context, of a ``PinnedHistory``.
     """
 
-    def __init__(self, receipt: Receipt, history: History):
-        self.receipt = receipt
-        self.history = PinnedHistory(history.folder, history.ledger, history.trust_code, history.data, receipt.checkpoints)
+    def __init__(self, receipt: Receipt, replayer: Replayer):
+        self.receipt, self.replayer, self.history = receipt, replayer, replayer.history
         self.checkpoints = [
             step
             for step, hashes in sorted(receipt.checkpoints.items())
-            if not any(changed_checkpoints({step: hashes}, history.folder))
+            if not any(changed_checkpoints({step: hashes}, self.history.folder))
         ]
         self.segments = segments_between(self.checkpoints)
-
-    def __enter__(self) -> Verification:
-        hide_progress_bars()  # exports would draw one each
-        with ExitStack() as stack:
-            self.replayer = stack.enter_context(Replayer(self.history, 1))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._stack.__exit__(*error)
 
     def check_data(self) -> Check:
         """Compare the rows of the training data, as they are here, with the hashes that the run noted."""
@@ -145,15 +129,8 @@ class Verification:
             text = "rows not compared one by one: their digest, of all lengths and a few rows, is the run's"
             is_same = start["data"]["train"]["digest"] == self.replayer.digests["train data"]
             return Check("data", text, [] if is_same else ["they are not those of the run: their digest differs"])
-        if len(noted) != len(found):
-            return Check("data", problems=[f"there are {len(found):,} rows here, the run had {len(noted):,}"])
-        changed = np.flatnonzero((noted != found).any(axis=1))
-        problems = [
-            f"row {row} is not the one that the run was trained on; first used in step "
-            f"{first_use(np.array([row]), start['plan'], self.history.last) or 'none'}"
-            for row in changed
-        ]
-        return Check("data", f"{len(found):,} rows here, each the same as in the run", first_few(problems))
+        rows = row_difference(noted, found, start["plan"], 1, self.history.last)
+        return Check("data", f"{len(found):,} rows here, each the same as in the run", [rows.text] if rows else [])
 
     def check_weights(self) -> Check:
         """Export the models again from their checkpoints, and compare each tensor."""
@@ -286,16 +263,9 @@ class Verification:
 
     def _computes_the_same(self, segment: Segment) -> bool:
         """Say whether this machine has to compute the same bits as the run: equal processes, CPUs, code and packages."""
-        strategy, own = self.replayer.strategy, fingerprint(self.replayer.recipe)
-        here = {
-            "world_size": strategy.num_processes,
-            "strategy": type(strategy).__name__,
-            "hardware": json.loads(json.dumps(hardware(strategy.device))),
-            "code": own["code"],
-            "packages": own["packages"],
-        }
+        here, is_cpu = self.replayer.environment(), self.replayer.strategy.device.type == "cpu"
         starts = (self.history.ledger.starts_of[step] for step in range(segment.start + 1, segment.end + 1))
-        return strategy.device.type == "cpu" and all({key: start.get(key) for key in here} == here for start in starts)
+        return is_cpu and all({key: start.get(key) for key in here} == here for start in starts)
 
 
 def is_stated(replayed: ReplayedStep, line: Mapping[str, Any]) -> bool:

@@ -250,7 +250,7 @@ def test_row_of_the_data(run, trained, capsys):
         lines[0]["recipe"]["task"]["data_files"] = {name: str(trained.parent / "honest.jsonl") for name in ("train", "eval")}
     anew(run)
     _, problems, _ = verified(run, capsys, "--segments", "2", "--data", f"train={forged}")
-    assert problems[0].startswith(f"data: row {FLIPPED} is not the one that the run was trained on; first used in step ")
+    assert problems[0].startswith(f"data: train: row {FLIPPED} differs; it is first used in step ")
     first_use = problems[0].rsplit(" ", 1)[1]
 
     # The forger's own data, with every hash anew: only computing the steps finds it.

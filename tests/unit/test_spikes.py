@@ -38,9 +38,9 @@ def test_garbage_overlong_and_repeated_texts_are_outliers_and_nothing_else():
     rows[7] = {"input_ids": [49] * 30, "cut": False}
     found = outliers(rows, range(40))
     assert [*found] == [3, 5]
-    assert found[3].reasons == [f"{found[3].values['bits a token']:.1f} bits a token, usually 5.6"]
+    assert found[3].reasons == [f"{found[3].row['bits_a_token']:.1f} bits a token, usually 5.6"]
     assert found[5].reasons == ["400 tokens, usually 30", "cut"]
-    assert found[5].ranks["tokens"] == found[3].to_dict()["bits_a_token_rank"] == 1
+    assert found[5].row["tokens_rank"] == found[3].row["bits_a_token_rank"] == 1
 
 
 def test_where_many_texts_are_cut_that_makes_no_outlier():
