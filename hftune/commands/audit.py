@@ -22,11 +22,10 @@ def run(options: argparse.Namespace) -> int:
     old: dict[str, Any] = {}
     for start in result.starts:
         new = flat(start.get("recipe", {}))
-        changed = [f"{key}={format_value(new.get(key))}" for key in {**old, **new} if old.get(key) != new.get(key)]
+        keys = [key for key in {**old, **new} if old and new and old.get(key) != new.get(key)]
+        changed = f", with {first_few(f'{key}={format_value(new.get(key))}' for key in keys)}" if keys else ""
         began = f"resumed after step {start['after_step']:,}" if start["after_step"] else "started"
-        print(
-            f"  {began} on {processes(start['world_size'])}{f', with {first_few(changed)}' if old and new and changed else ''}"
-        )
+        print(f"  {began} on {processes(start['world_size'])}{changed}")
         old = new
     epochs = count(result.whole_epochs, "complete epoch")
     print(f"{options.folder}: {result.steps:,} steps, {result.samples:,} samples, {epochs}.")
