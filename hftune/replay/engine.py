@@ -201,8 +201,9 @@ class Replayer:
                 for batch in batches:
                     yield self._compute(batch, look)
                     following = self.step + 1  # from the same pass over the data, if nothing changes
-                    is_changed = following == self.change.from_step or self._terms_of(following) != self._terms
-                    if self.step >= last or is_changed or self._skips(following):
+                    if self.step >= last or following == self.change.from_step or self._skips(following):
+                        break
+                    if self._terms_of(following) != self._terms:
                         break
 
     def batch_of(self, step: int) -> StepBatch:

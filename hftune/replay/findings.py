@@ -19,7 +19,6 @@ from hftune.replay.paired import (
     MIN_STEPS,
     MIN_UNEQUAL_STEPS,
     Interval,
-    PairedEvaluation,
     PairedMetric,
     TrainingLoss,
 )
@@ -98,8 +97,11 @@ def findings(comparison: Comparison) -> Iterator[Finding]:
         names = list(dict.fromkeys(name for method in methods for name in method.metrics))
         rows = [["mean (deviation) over the seeds", "seeds", *names]]
         for method in methods:
-            means = [mean_and_deviation(method.metrics[name]) if name in method.metrics else "" for name in names]
-            rows.append([method.name, str(len(method.runs)), *means])
+            row = [method.name, str(len(method.runs))]
+            for values in (method.metrics.get(name, []) for name in names):
+                deviation = f" ({short(stdev(values))})" if len(values) > 1 else ""
+                row.append(short(fmean(values)) + deviation if values else "")
+            rows.append(row)
         yield Finding("Over the seeds", [rows])
         rows = [["", "", "95 % interval", ""]]
         for one in comparison.method_differences:
@@ -128,12 +130,17 @@ def pair_findings(pair: Pair) -> Iterator[Finding]:
             steps = f"steps {first:,} to {last:,}" if first < last else f"step {first:,}"
             rows.append([steps, f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}"])
         yield Finding("Training losses", [rows, training_sentence(pair.training)])
+    evaluation = pair.evaluation
+    steps = " | ".join("none" if step is None else f"{step:,}" for step in evaluation.steps)
+    paired = f", {count(evaluation.num_rows, 'row')} in pairs:"
+    if evaluation.reason:
+        paired = f" are not paired: {evaluation.reason}."
     rows = [
         [one.name, short(one.a), short(one.b), plus_minus(one.interval) if one.interval else "", metric_reading(one)]
-        for one in pair.evaluation.metrics
+        for one in evaluation.metrics
     ]
     table = [[["", "A", "B", "B less A, 95 %", ""], *rows]] if rows else []
-    yield Finding("Last evaluations", [evaluation_sentence(pair.evaluation), *table])
+    yield Finding("Last evaluations", [f"Last evaluations (steps {steps}){paired}", *table])
 
 
 def next_commands(comparison: Comparison) -> Iterator[str]:
@@ -208,14 +215,6 @@ def training_sentence(training: TrainingLoss) -> str:
     return f"{where}: {plus_minus(training.interval)} ({how}): {_reading(training.interval.is_significant, training.mean)}."
 
 
-def evaluation_sentence(evaluation: PairedEvaluation) -> str:
-    """Say what the rows of the last evaluations are."""
-    steps = " | ".join("none" if step is None else f"{step:,}" for step in evaluation.steps)
-    if evaluation.reason:
-        return f"Last evaluations (steps {steps}) are not paired: {evaluation.reason}."
-    return f"Last evaluations (steps {steps}), {count(evaluation.num_rows, 'row')} in pairs:"
-
-
 def metric_reading(metric: PairedMetric) -> str:
     """Say what a metric of the rows shows."""
     if metric.interval is None:
@@ -254,8 +253,3 @@ def plus_minus(interval: Interval) -> str:
         return f"{mean:+.1e} +- {width:.1e}"
     digits = max(0, 1 - math.floor(math.log10(width))) if width else 4
     return f"{mean:+.{digits}f} +- {width:.{digits}f}"
-
-
-def mean_and_deviation(values: list[float]) -> str:
-    """Format a mean, and the standard deviation of several values in brackets."""
-    return short(fmean(values)) + (f" ({short(stdev(values))})" if len(values) > 1 else "")

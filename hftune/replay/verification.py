@@ -27,7 +27,7 @@ from hftune.errors import ConfigError
 from hftune.models.weights import weights_digest
 from hftune.replay.differences import row_difference
 from hftune.replay.distances import SpeedLimit, is_near, measure, why_unlimited
-from hftune.replay.engine import ReplayedStep, Replayer
+from hftune.replay.engine import Replayer
 from hftune.replay.file_checks import Check, first_few
 from hftune.replay.history import History, path_of
 from hftune.replay.receipt import Hashes, Receipt, changed_checkpoints
@@ -243,7 +243,10 @@ class Verification:
             furthest = max(furthest, differs.largest)
             if not differs.same_samples:
                 wrong.append(f"step {step} was computed from other samples than the ledger says")
-            elif not differs.is_equal or not is_stated(replayed, line) or replayed.items != line.get("items"):
+                continue
+            names = ("loss", "grad_norm", "lr", "items")  # those that were not finite are null
+            is_stated = all(line.get(name) is not None or not math.isfinite(getattr(replayed, name)) for name in names)
+            if not is_stated or not differs.is_equal or replayed.items != line.get("items"):
                 loss, norm = ("none" if line.get(name) is None else f"{line[name]:.8g}" for name in ("loss", "grad_norm"))
                 wrong.append(
                     f"step {step} gives loss {replayed.loss:.8g} and gradient norm {replayed.grad_norm:.8g}, and not {loss} "
@@ -266,12 +269,6 @@ class Verification:
         here, is_cpu = self.replayer.environment(), self.replayer.strategy.device.type == "cpu"
         starts = (self.history.ledger.starts_of[step] for step in range(segment.start + 1, segment.end + 1))
         return is_cpu and all({key: start.get(key) for key in here} == here for start in starts)
-
-
-def is_stated(replayed: ReplayedStep, line: Mapping[str, Any]) -> bool:
-    """Say whether a line has the numbers of its step; those that were not finite are null."""
-    names = ("loss", "grad_norm", "lr", "items")
-    return all(line.get(name) is not None or not math.isfinite(getattr(replayed, name)) for name in names)
 
 
 def different_files(folder: Path, again: Path, step: int) -> Iterator[str]:
