@@ -46,7 +46,7 @@ class Finding:
 def describe(comparison: Comparison) -> str:
     """Describe runs for a terminal: where they diverge and why, and what differs beyond chance."""
     runs = comparison.runs
-    names = ["A", "B"] if len(runs) == 2 else [f"{number}" for number in range(1, len(runs) + 1)]
+    names = ["A", "B"] if len(runs) == 2 else [run.name for run in runs]
     cells = [
         [
             *(name, run.folder, run.title, count(run.num_steps, "step")),
@@ -84,14 +84,14 @@ def findings(comparison: Comparison) -> Iterator[Finding]:
     if len(comparison.pairs) == 1:
         yield from pair_findings(comparison.pairs[0])
     else:
-        rows = [["", "diverges in step", "likely cause", "training loss, less that of the first"]]
-        for number, pair in enumerate(comparison.pairs, start=2):
+        rows = [["", "diverges in step", "likely cause", f"training loss, less that of {comparison.runs[0].name}"]]
+        for pair in comparison.pairs:
             likely = [f"{cause.kind}: {cause.text}" for cause in pair.divergence.causes if cause.is_likely]
             interval = pair.training.interval if pair.training else None
             loss = plus_minus(interval) if interval else f"{pair.training.mean:+.4g}" if pair.training else ""
             step = f"{pair.divergence.step:,}" if pair.divergence.step else "never"
             step = step if pair.divergence.num_steps else "no common step"
-            rows.append([str(number), step, "; ".join(likely[:2]) + (", ..." if likely[2:] else ""), loss])
+            rows.append([pair.b, step, "; ".join(likely[:2]) + (", ..." if likely[2:] else ""), loss])
         yield Finding("Where the runs diverge", [rows])
     if methods := comparison.methods:
         names = list(dict.fromkeys(name for method in methods for name in method.metrics))

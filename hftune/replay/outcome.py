@@ -30,13 +30,11 @@ class Outcome:
     """What a replay found; the same on every process."""
 
     job: Job
+    replayer: Replayer
     start: int
     """Step of the checkpoint that it began with; 0: the first weights."""
-    num_steps: int
-    num_processes: int
     steps: list[ReplayedStep] = field(default_factory=list)
     """All that were computed, those on the way included."""
-    notices: list[str] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
     """What is not as it was. On the main process."""
     seconds: float = 0.0
@@ -72,7 +70,7 @@ def replay(job: Job) -> bool:
     with Replayer(job.history, job.begin, job.change) as replayer:
         if not replayer.strategy.is_main:
             hide_reports()
-        outcome = Outcome(job, replayer.step, replayer.parts.num_steps, replayer.strategy.num_processes)
+        outcome = Outcome(job, replayer, replayer.step)
         inspection = None
         if (job.worst or job.why) and (job.must_look or holds_whole_model(replayer.strategy)):
             inspection = Inspection(job.history, job.first, job.last, job.worst, job.why)
@@ -87,7 +85,7 @@ def replay(job: Job) -> bool:
                 replayer.save(job.output / "checkpoints")
             elif outcome.is_equal and step.step not in replayer.strategy.on_main(job.history.checkpoint_steps):
                 replayer.save(job.history.aside / "checkpoints")  # every later replay will rely on it
-        outcome.notices, outcome.seconds = replayer.notices, time.monotonic() - began
+        outcome.seconds = time.monotonic() - began
         if replayer.strategy.is_main:
             if inspection is not None:
                 inspection.finish(replayer)
@@ -134,7 +132,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "first": job.first,
         "last": job.last,
         "from_checkpoint": outcome.start,
-        "processes": outcome.num_processes,
+        "processes": outcome.replayer.strategy.num_processes,
         "change": changed | {"skip": sorted(change.skip)} if change else None,
         "equal": outcome.is_equal,
         "bit_equal": all(found.is_bit_equal for found in compared),
@@ -143,7 +141,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
             name: max((getattr(found, name) for found in compared), default=None) for name in ("loss", "grad_norm")
         },
         "differences": [{"kind": found.kind, "text": found.text} for found in outcome.differences],
-        "notices": outcome.notices,
+        "notices": outcome.replayer.notices,
         "seconds": round(outcome.seconds, 3),
         "folder": str(job.output),
         **({} if outcome.inspection is None else outcome.inspection.summary()),
@@ -169,12 +167,12 @@ def report(outcome: Outcome) -> None:
         samples = {} if inspection is None else {"samples": inspection.rows()}
         print(strict_json({**summary(outcome), "steps": rows_of(outcome), **samples}), flush=True)
         return
-    for text in outcome.notices:
+    for text in outcome.replayer.notices:
         print(note(text))
     origin = f"checkpoint {outcome.start:,}" if outcome.start else "the first weights"
     print(
-        f"{job.steps.capitalize()} of {outcome.num_steps:,}, from {origin}: {count(len(outcome.steps), 'step')} on "
-        f"{processes(outcome.num_processes)}, {duration(outcome.seconds)}. {verdict(outcome)}"
+        f"{job.steps.capitalize()} of {outcome.replayer.parts.num_steps:,}, from {origin}: {count(len(outcome.steps), 'step')} "
+        f"on {processes(outcome.replayer.strategy.num_processes)}, {duration(outcome.seconds)}. {verdict(outcome)}"
     )
     if outcome.steps and (last := outcome.steps[-1]).step not in outcome.lines:
         print(f"The run never finished step {last.step:,}: loss {last.loss:.6g}, gradient norm {last.grad_norm:.6g} here.")
