@@ -168,7 +168,10 @@ def look_inside(replayer: Replayer, batch: StepBatch, report: StepReport, pictur
     parameters = [value for value in strategy.sharding.model.parameters() if value.grad is not None]
     records: list[SampleRecord] = []
     with leaving_no_trace(strategy.sharding.model):
-        compared = compared_losses(replayer, task, batch, replayer.step) if isinstance(task, BatchLossTask) else None
+        compared = None
+        if isinstance(task, BatchLossTask):
+            embedded = strategy.embed(task, batch, replayer.recipe.seed, replayer.step - 1)
+            compared = step_losses(task, batch, *embedded, strategy.sum)
         for index, (micro_batch, weight) in enumerate(zip(batch.mine, batch.weights, strict=True)):
             if not weight:
                 continue
@@ -203,7 +206,8 @@ def batch_loss(replayer: Replayer, batch: StepBatch, step: int) -> float:
     own[1] = batch.counts[0]
     with leaving_no_trace(strategy.sharding.model), torch.no_grad():
         if isinstance(task, BatchLossTask):
-            losses_B, _ = compared_losses(replayer, task, batch, step)
+            embedded = strategy.embed(task, batch, replayer.recipe.seed, step - 1)
+            losses_B, _ = step_losses(task, batch, *embedded, strategy.sum)
             own[0] = losses_B.sum() if strategy.is_main else 0.0
         else:
             for index, weight in enumerate(batch.weights):
@@ -212,19 +216,6 @@ def batch_loss(replayer: Replayer, batch: StepBatch, step: int) -> float:
                     own[0] += task.loss(outputs, task.target(inputs))
     loss, items = strategy.sum(own).tolist()
     return loss / items
-
-
-def compared_losses(replayer: Replayer, task: BatchLossTask, batch: StepBatch, step: int) -> tuple[Tensor, Tensor]:
-    """Return ``step_losses`` at the present weights, with the dropout of a step. Collective."""
-    strategy = whole_model(replayer)
-    embeddings, labels = [], []
-    with torch.no_grad():
-        for index in range(len(batch.mine)):
-            outputs, inputs = strategy.compute_again(batch, index, replayer.recipe.seed, step - 1)
-            target = task.target(inputs)
-            embeddings.append(task.embed(outputs, target))
-            labels.append(task.batch_labels(target))
-    return step_losses(task, batch, embeddings, labels, strategy.sum)
 
 
 def holds_whole_model(strategy: Strategy) -> bool:

@@ -170,12 +170,12 @@ class DataParallel(Strategy):
                 return cached_losses(task, batch, [embeddings.detach()], [labels], self.sum)(index, embeddings)
 
             return exchange
-        embeddings, labels = self._embed(task, batch, seed, step)
+        embeddings, labels = self.embed(task, batch, seed, step)
         cached = cached_losses(task, batch, embeddings, labels, self.sum)
         return lambda index, outputs, target: cached(index, task.embed(outputs, target))
 
     @torch.no_grad()
-    def _embed(self, task: BatchLossTask, batch: StepBatch, seed: int, step: int) -> tuple[list[Tensor], list[Tensor]]:
+    def embed(self, task: BatchLossTask, batch: StepBatch, seed: int, step: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return embeddings and labels of each micro-batch, drawing the dropout that the second pass draws."""
         embeddings, labels = [], []
         for micro_batch, weight, loaded in zip(batch.mine, batch.weights, batch.batches, strict=True):

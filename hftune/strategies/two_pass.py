@@ -2,7 +2,7 @@
 
 No process could keep the graphs of all micro-batches at once, so the gradient is cached where they meet, at the embeddings:
 
-1. ``DataParallel._embed``: each process computes the embeddings of its micro-batches without a graph.
+1. ``DataParallel.embed``: each process computes the embeddings of its micro-batches without a graph.
 2. ``cached_losses``: all processes exchange them, and each computes the step's loss and its gradient with respect to them.
 3. ``DataParallel.backward`` computes each micro-batch again, with its graph, which continues from there.
 
