@@ -20,6 +20,7 @@ from torch import Tensor
 from hftune.batch_plan import BatchPlan
 from hftune.build import Parts, build, choose_strategy, load_datasets
 from hftune.checkpoints.checkpointer import Checkpoint, Checkpointer
+from hftune.checkpoints.output_dir import check_base
 from hftune.checkpoints.train_state import Provenance, TrainState
 from hftune.config import CheckpointConfig, Recipe
 from hftune.data.augmentation import augmented
@@ -303,11 +304,8 @@ class Replayer:
             self._load(saved, step)
         else:
             self._set_up(terms, saved, step)
-        if step and self.group.broadcast(self.parts.base) != base:
-            raise ConfigError(
-                f"The checkpoint of step {step:,} holds adapters of another base model: the frozen weights that are loaded now "
-                "have other values or another precision. Restore task.model as it was."
-            )
+        if step:
+            check_base(f"The checkpoint of step {step:,}", base, self.group.broadcast(self.parts.base))
 
     def _set_up(self, terms: Terms, saved: SavedState | None, step: int) -> None:
         """Build model and optimizer as training did, with the weights after a step. Collective."""

@@ -87,6 +87,8 @@ class Inspection:
         """How far each sample that was looked at is from the others; empty for neither texts nor images."""
         if self.why or len(self.losses) > 1:
             self.verdict = judge_spike(self.suspect, self.losses, self.usual)
+        self.rows = [self._row(place, *pair) for place, pair in enumerate(self.ranked)]
+        """Of samples.jsonl: one for each sample that was looked at, the greatest loss first."""
 
     @property
     def outstanding(self) -> list[int]:
@@ -110,21 +112,21 @@ class Inspection:
         return [*lines, *(self.verdict.sentences if self.verdict else [])]
 
     def _table(self, width: int) -> list[str]:
-        task, records = self.task, [record for _, record in self.shown]
+        rows, num_steps = self.rows[: self.worst], len(self.records)
         numbers = {
-            "loss": [short(record.loss) for record in records],
-            "of it": [percent(record.loss_share) for record in records],
-            "gradient": [percent(record.gradient_share) for record in records],
-            "step": [f"{step:,}" for step, _ in self.shown] if len(self.records) > 1 else [],
-            "sample": [str(record.sample) for record in records],
+            "loss": [short(row["loss"]) for row in rows],
+            "of it": [percent(row["loss_share"]) for row in rows],
+            "gradient": [percent(row["gradient_share"]) for row in rows],
+            "step": [f"{row['step']:,}" for row in rows] if num_steps > 1 else [],
+            "sample": [str(row["sample"]) for row in rows],
+            "row": [str(row["row"]) for row in rows],
         }
-        rows = [row_in_data(task, self.dataset, record.sample) for record in records]
-        if rows != [record.sample for record in records] and None not in rows:
-            numbers["row"] = [str(row) for row in rows]
+        if numbers["row"] == numbers["sample"] or "None" in numbers["row"]:
+            del numbers["row"]
         words = {
-            "label -> predicted": [answer_of(task, record.answer) for record in records],
-            "picture": ["" if record.picture is None else picture_name(step, record.sample) for step, record in self.shown],
-            "text": [one_line(text_of(task, self.dataset[record.sample]), PIPED_WIDTH) for record in records],
+            "label -> predicted": [answer_of(self.task, record.answer) for _, record in self.shown],
+            "picture": [row.get("picture", "").rpartition("/")[2] for row in rows],
+            "text": [one_line(row.get("text", ""), PIPED_WIDTH) for row in rows],
         }
         columns = [padded([head, *values], right=True) for head, values in numbers.items() if values]
         columns += [padded([head, *values]) for head, values in words.items() if any(values)]
@@ -154,22 +156,16 @@ class Inspection:
         losses = {str(step): loss for step, loss in sorted(self.losses.items())}
         return {"why": {"step": self.suspect, "losses": losses, "said": self.verdict.sentences}}
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each sample that was looked at, the greatest loss first."""
+    def _row(self, place: int, step: int, record: SampleRecord) -> dict[str, Any]:
         names = ("micro_batch", "items", "loss", "loss_share", "grad_norm", "gradient_share")
-        rows = []
-        for place, (step, record) in enumerate(self.ranked):
-            row = {"step": step, "sample": record.sample, "row": row_in_data(self.task, self.dataset, record.sample)}
-            row |= {name: getattr(record, name) for name in names}
-            row |= {name: name_of(self.task, value) for name, value in record.answer.items()}
-            if text := text_of(self.task, self.dataset[record.sample]):
-                row["text"] = text
-            if record.picture is not None and place < self.worst:
-                row["picture"] = f"{PICTURES}/{picture_name(step, record.sample)}"
-            if record.sample in self.outliers:
-                row |= self.outliers[record.sample].row
-            rows.append(row)
-        return rows
+        row = {"step": step, "sample": record.sample, "row": row_in_data(self.task, self.dataset, record.sample)}
+        row |= {name: getattr(record, name) for name in names}
+        row |= {name: name_of(self.task, value) for name, value in record.answer.items()}
+        if text := text_of(self.task, self.dataset[record.sample]):
+            row["text"] = text
+        if record.picture is not None and place < self.worst:
+            row["picture"] = f"{PICTURES}/step_{step}_sample_{record.sample}.png"
+        return row | (self.outliers[record.sample].row if record.sample in self.outliers else {})
 
     def write(self, folder: Path) -> None:
         """Write samples.jsonl and the pictures of the worst samples into the folder of a replay.
@@ -181,10 +177,10 @@ class Inspection:
             return
         with explain_write_errors(folder / SAMPLES):
             folder.mkdir(parents=True, exist_ok=True)
-            write_lines(folder / SAMPLES, (strict_json(row, ensure_ascii=False) + "\n" for row in self.rows()))
-        for step, record in self.shown:
+            write_lines(folder / SAMPLES, (strict_json(row, ensure_ascii=False) + "\n" for row in self.rows))
+        for row, (_, record) in zip(self.rows, self.shown, strict=False):
             if record.picture is not None:
-                write_image(folder / PICTURES / picture_name(step, record.sample), record.picture)
+                write_image(folder / row["picture"], record.picture)
 
 
 # How a sample is shown
@@ -239,10 +235,6 @@ def name_of(task: Task, value: Any) -> Any:
         numbers = value if is_by_token(task, value) else [number for number, flag in enumerate(value) if flag]
         return ", ".join(str(labels[number]) for number in numbers) or "none"
     return str(labels[value]) if isinstance(value, int) else value
-
-
-def picture_name(step: int, sample: int) -> str:
-    return f"step_{step}_sample_{sample}.png"
 
 
 def percent(share: float) -> str:

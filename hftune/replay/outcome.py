@@ -164,7 +164,7 @@ def report(outcome: Outcome) -> None:
     """Print what was found, as sentences and a table, or as JSON. Main process only."""
     job, inspection = outcome.job, outcome.inspection
     if job.as_json:
-        samples = {} if inspection is None else {"samples": inspection.rows()}
+        samples = {} if inspection is None else {"samples": inspection.rows}
         print(strict_json({**summary(outcome), "steps": rows_of(outcome), **samples}), flush=True)
         return
     for text in outcome.replayer.notices:
