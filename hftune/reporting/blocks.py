@@ -110,25 +110,13 @@ def quantity(value: float | None, unit: str) -> Cell | None:
     return figure(f"{100 * value:.3g} %" if unit == "%" else f"{number(value)} {unit}".rstrip())
 
 
-def duration(seconds: float) -> str:
-    """Format seconds for reading: 8.2 s, 3 min 12 s, 2 h 05 min, 3 d 4 h."""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours >= 24:
-        return f"{hours // 24} d {hours % 24} h"
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
-
-
 def moment(value: Any) -> str | None:
     """Format a time as run.json has it: 2026-11-22 18:30 UTC; None if it is none."""
     try:
         then = datetime.fromisoformat(str(value))
     except ValueError:
         return None
-    zone = then.strftime("%Z")
-    return f"{then:%Y-%m-%d %H:%M} {'UTC' if zone.startswith('UTC+00') else zone}".rstrip()
+    return f"{then:%Y-%m-%d %H:%M %Z}".rstrip()
 
 
 def millions(count: float) -> str:

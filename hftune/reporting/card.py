@@ -16,9 +16,8 @@ from jinja2 import Environment, PackageLoader, Template
 from hftune.checkpoints.export import read_about
 from hftune.config.importing import is_own
 from hftune.config.recipe import Recipe, type_name
-from hftune.reporting.blocks import duration
 from hftune.task import Task
-from hftune.tracking.console import is_number, short
+from hftune.tracking.console import duration, is_number, short
 from hftune.tracking.facts import NAME as RUN
 from hftune.tracking.jsonl import read_lines
 

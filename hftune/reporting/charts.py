@@ -48,11 +48,20 @@ class Chart:
 
 
 def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Sort the curves of these runs into charts, in reading order: training, evaluation, speed, then what an own task logs."""
+    """Sort the curves of these runs into charts, in reading order: training, evaluation, speed, then what an own task logs.
+
+    Within a group the metrics that pick the best model come first, then the order in which the runs log them.
+    """
     found: dict[str, Chart] = {}
     is_single = len(runs) == 1
     joins_losses = is_single and {"train/loss", "eval/loss"} <= runs[0].log.curves.keys()
-    for key in sorted_keys(runs):
+    keys = dict.fromkeys(key for run in runs for key in run.log.curves if not key.startswith("test/"))
+    losses = [[run.log.curves.get(key) for key in ("train/loss", "train/loss_step")] for run in runs]
+    if all(single in (None, loss) for loss, single in losses):  # every step is logged: both are the same curve
+        keys.pop("train/loss_step", None)
+    picked = {f"eval/{point[0]}" for run in runs if (point := run.best_point())}
+    groups = [*GROUPS]
+    for key in sorted(keys, key=lambda key: (groups.index(group_of(key)), key not in picked)):
         name = "train/loss" if joins_losses and key == "eval/loss" else chart_key(key)
         if name not in found:
             found[name] = Chart(name, record_of(name).title, record_of(name).unit, GROUPS[group_of(name)])
@@ -65,31 +74,6 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     if len(runs) == 2 and (difference := loss_difference(*runs)):
         charts.insert(1, difference)
     return charts
-
-
-def loss_difference(a: RunRecord, b: RunRecord) -> Chart | None:
-    """Return the chart of what the training losses of two runs differ by, which curves on top of each other hide."""
-    if not all("train/loss" in run.log.curves for run in (a, b)):
-        return None
-    (steps_a, losses_a), (steps_b, losses_b) = (run.log.curves["train/loss"].ordered() for run in (a, b))
-    steps, of_a, of_b = np.intersect1d(steps_a, steps_b, assume_unique=True, return_indices=True)
-    differences = losses_b[of_b] - losses_a[of_a]
-    if not differences.any():
-        return None
-    curve = Curve(array("q", steps.tolist()), array("d", differences.tolist()))
-    line = Line(1, f"{b.name} less {a.name}", curve, is_smoothed=True)
-    return Chart("train/loss_difference", "Difference of the training losses", "", GROUPS["train"], [line])
-
-
-def sorted_keys(runs: Sequence[RunRecord]) -> list[str]:
-    """Return the keys of all curves worth a chart, by group; within a group in the order in which the runs log them."""
-    keys = dict.fromkeys(key for run in runs for key in run.log.curves if not key.startswith("test/"))
-    losses = [[run.log.curves.get(key) for key in ("train/loss", "train/loss_step")] for run in runs]
-    if all(single in (None, loss) for loss, single in losses):  # every step is logged: both are the same curve
-        keys.pop("train/loss_step", None)
-    picked = {f"eval/{point[0]}" for run in runs if (point := run.best_point())}
-    groups = [*GROUPS]
-    return sorted(keys, key=lambda key: (groups.index(group_of(key)), key not in picked))
 
 
 def group_of(key: str) -> str:
@@ -108,6 +92,20 @@ def make_line(run_index: int, run: RunRecord, key: str, is_single: bool) -> Line
     point = run.best_point()
     best = point[1:] if point and key == f"eval/{point[0]}" else None
     return Line(run_index, label, run.log.curves[key], not key.startswith("eval/") and key not in NOT_SMOOTHED, best)
+
+
+def loss_difference(a: RunRecord, b: RunRecord) -> Chart | None:
+    """Return the chart of what the training losses of two runs differ by, which curves on top of each other hide."""
+    if not all("train/loss" in run.log.curves for run in (a, b)):
+        return None
+    (steps_a, losses_a), (steps_b, losses_b) = (run.log.curves["train/loss"].ordered() for run in (a, b))
+    steps, of_a, of_b = np.intersect1d(steps_a, steps_b, assume_unique=True, return_indices=True)
+    differences = losses_b[of_b] - losses_a[of_a]
+    if not differences.any():
+        return None
+    curve = Curve(array("q", steps.tolist()), array("d", differences.tolist()))
+    line = Line(1, f"{b.name} less {a.name}", curve, is_smoothed=True)
+    return Chart("train/loss_difference", "Difference of the training losses", "", GROUPS["train"], [line])
 
 
 def notes_on_curves(run: RunRecord) -> Iterator[str]:

@@ -10,9 +10,10 @@ from hftune.metrics.records import record_of
 from hftune.replay.comparison import compare
 from hftune.replay.findings import Finding, findings, remarks
 from hftune.replay.run_record import RunRecord, cut, flat, is_number, plain
-from hftune.reporting.blocks import Cell, Section, bullets, code, duration, figure, section, table, text
+from hftune.reporting.blocks import Cell, Section, bullets, code, figure, section, table, text
 from hftune.reporting.confusion import confusion
 from hftune.reporting.sections import curves_section, lower_first, notices
+from hftune.tracking.console import duration
 
 
 def comparison_sections(runs: Sequence[RunRecord], are_selected: bool = False) -> list[Section | None]:

@@ -70,13 +70,10 @@ def environment() -> Environment:
     found = Environment(
         loader=PackageLoader("hftune.reporting"), autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=allowed
     )
-    found.filters |= {"number": number, "cut": cut, "plain": plain, "percent": percent}
+    found.filters |= {"number": number, "cut": cut, "plain": plain}
+    found.filters["percent"] = lambda share: "\N{EN DASH}" if share is None else f"{share:.0%}"
     return found
 
 
 def allowed(value: Any) -> Any:
     return CONTROL.sub("\N{REPLACEMENT CHARACTER}", value) if type(value) is str else value
-
-
-def percent(share: float | None) -> str:
-    return "\N{EN DASH}" if share is None else f"{share:.0%}"

@@ -15,7 +15,6 @@ from hftune.reporting.blocks import (
     Section,
     bullets,
     code,
-    duration,
     facts,
     millions,
     moment,
@@ -27,6 +26,7 @@ from hftune.reporting.blocks import (
 )
 from hftune.reporting.charts import make_charts, notes_on_curves, point_limit
 from hftune.reporting.confusion import confusion, data_uri
+from hftune.tracking.console import duration
 
 OPEN_ROWS = 10
 """Rows with large errors that are shown at once; the others unfold."""

@@ -125,7 +125,7 @@ def test_card_of_a_model_from_the_hub(folder):
         "| precision | float32 |\n"
         "| seed | 42 |\n"
         "| processes | 2 on NVIDIA H200 |\n"
-        "| time | 12 min 34 s |\n"
+        "| time | 0:12:34 |\n"
         "| versions | hftune 0.3.0, torch 2.13.0 |\n"
         f"| code | commit `{'c' * 40}` with changes that are in no commit |"
     )
