@@ -170,8 +170,8 @@ def look_inside(replayer: Replayer, batch: StepBatch, report: StepReport, pictur
     with leaving_no_trace(strategy.sharding.model):
         compared = None
         if isinstance(task, BatchLossTask):
-            embedded = strategy.embed(task, batch, replayer.recipe.seed, replayer.step - 1)
-            compared = step_losses(task, batch, *embedded, strategy.sum)
+            embeddings, labels = strategy.embed(task, batch, replayer.recipe.seed, replayer.step - 1)
+            compared = step_losses(task, batch, embeddings, labels, strategy.sum)
         for index, (micro_batch, weight) in enumerate(zip(batch.mine, batch.weights, strict=True)):
             if not weight:
                 continue
@@ -206,8 +206,8 @@ def batch_loss(replayer: Replayer, batch: StepBatch, step: int) -> float:
     own[1] = batch.counts[0]
     with leaving_no_trace(strategy.sharding.model), torch.no_grad():
         if isinstance(task, BatchLossTask):
-            embedded = strategy.embed(task, batch, replayer.recipe.seed, step - 1)
-            losses_B, _ = step_losses(task, batch, *embedded, strategy.sum)
+            embeddings, labels = strategy.embed(task, batch, replayer.recipe.seed, step - 1)
+            losses_B, _ = step_losses(task, batch, embeddings, labels, strategy.sum)
             own[0] = losses_B.sum() if strategy.is_main else 0.0
         else:
             for index, weight in enumerate(batch.weights):
