@@ -76,7 +76,7 @@ COMMANDS = {
 """What each command does: the first sentence in the list of commands, all of it in its own help. Its module has its name."""
 
 LONG = ("train", "evaluate", "sweep", "folds", "replay", "verify")
-"""Commands that go on if the reader of their output exits, or their terminal is closed."""
+"""Commands that go on if the reader of their output exits, or their terminal is closed; predict does so with ``--data``."""
 CLOSED = 141
 """Exit code of the others if the reader has gone, as in ``hftune configs | head -1``: 128 + SIGPIPE, as for other programs."""
 
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
             if completion.ASKED in os.environ:
                 return completion.answer(COMMANDS, parser_of)
             options = parse(argv)
-            if is_long := options.command in LONG:
+            if is_long := options.command in LONG or (options.command == "predict" and options.data is not None):
                 outlive_readers()
             if getattr(options, "trust_code", hasattr(options, "words")):
                 find_modules_here()

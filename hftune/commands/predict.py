@@ -137,9 +137,6 @@ def run(options: argparse.Namespace) -> int:
 
 def predict_table(options: argparse.Namespace) -> int:
     """Predict the rows of --data, and print where they are. Under a launcher every process calls it."""
-    from hftune.run import outlive_readers
-
-    outlive_readers()
     if given := [name for name in NOT_FOR_TABLES if getattr(options, name)]:
         raise ConfigError(f"--{given[0].replace('_', '-')} does not go with --data.")
     from hftune.commands.predict_data import prepare

@@ -24,7 +24,7 @@ from hftune.data.digest import cached_row_hashes
 from hftune.data.row_hashes import NAME as ROWS
 from hftune.data.row_hashes import root, write_rows
 from hftune.distributed.consistency import fingerprint, users_code
-from hftune.distributed.progress import Progress, marked_while_moving
+from hftune.distributed.progress import Progress
 from hftune.strategies.base import Strategy
 from hftune.task import ask
 from hftune.tracking.facts import Facts, command, git_state, now
@@ -110,8 +110,7 @@ def keep_rows(folder: Path, dataset: Any, digest: str, progress: Progress) -> st
         digest: of the data.
     """
     progress.stage("hashing the rows of the training data")
-    with marked_while_moving(progress):
-        hashes = cached_row_hashes(dataset, digest)
+    hashes = cached_row_hashes(dataset, digest)
     with explain_write_errors(folder / ROWS):
         write_rows(folder, hashes)
     return None if hashes is None else root(hashes)

@@ -39,6 +39,16 @@ def test_version_is_printed(capsys):
     assert ended.value.code == 0 and capsys.readouterr().out == f"hftune {__version__}\n"
 
 
+@pytest.mark.parametrize(("words", "code"), [("predict run --data a.csv", 1), ("predict run --text a", 141)])
+def test_a_broken_pipe_of_a_long_command_is_not_taken_for_its_readers(words, code, monkeypatch):
+    def broken(options):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("hftune.commands.predict.run", broken)
+    monkeypatch.setattr("os.dup2", lambda *descriptors: None)
+    assert cli.main(words.split()) == code
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch, corpus):
     """A folder with a run that has no model yet, one whose task predicts nothing, and files that cannot be read."""

@@ -6,6 +6,9 @@ import json
 import pytest
 
 from hftune.data import demo
+from hftune.data.rows import load_split
+from hftune.data.sources import Source
+from hftune.errors import DataError
 
 FILES = {
     ("articles", "train"): (3000, "dee8489cba837e70"),
@@ -51,3 +54,9 @@ def test_images_are_drawn_the_same_each_time_and_differ_between_the_splits(name)
         [row["image"].tobytes() for row in getattr(demo, name)(split, 6)] for split in ("train", "train", "eval")
     )
     assert first == again and not {*first} & {*others}
+
+
+@pytest.mark.parametrize("name", ["reviews", "digits"])
+def test_a_split_that_a_demo_does_not_have_is_refused_in_words(name):
+    with pytest.raises(DataError, match="This demo has no test split. Set task.test_split to null."):
+        load_split(Source(f"hftune.data.demo:{name}"), "test")

@@ -1,9 +1,11 @@
 """Rows of an evaluation reach the main process and the disk piece by piece, and the watch sees it."""
 
 import json
+import threading
 import time
 
 from hftune.distributed.progress import Progress, marked_while_moving
+from hftune.tracking import start_facts
 from hftune.tracking.jsonl import write_rows
 
 
@@ -40,3 +42,15 @@ def test_one_call_that_hangs_gives_no_signs_of_life():
     with marked_while_moving(progress, every_s=0.02):
         time.sleep(0.3)
     assert progress.marks <= 2  # on the way into the call
+
+
+def test_one_pulse_is_enough_while_the_rows_of_the_training_data_are_hashed(tmp_path, monkeypatch):
+    pulses = []
+
+    def hashes(dataset, digest):
+        pulses.extend(thread for thread in threading.enumerate() if thread.name == "pulse")
+
+    monkeypatch.setattr(start_facts, "cached_row_hashes", hashes)
+    with marked_while_moving(progress := Progress()):  # as whatever tells callbacks of the beginning does
+        start_facts.keep_rows(tmp_path, [], "digest", progress)
+    assert len(pulses) == 1

@@ -10,7 +10,7 @@ import lzma
 from pathlib import Path
 from typing import Any
 
-from hftune.data.demo.drawings import digits, pictures, shapes  # noqa: F401 - for recipes, which name them here
+from hftune.data.demo.drawings import digits, no_such_split, pictures, shapes  # noqa: F401 - for recipes, which name them here
 
 Rows = list[dict[str, Any]]
 
@@ -78,5 +78,8 @@ def replies(split: str) -> Rows:
 
 
 def _rows(name: str, split: str) -> Rows:
-    with lzma.open(Path(__file__).with_name(f"{name}.{split}.jsonl.xz"), "rt", encoding="utf-8") as file:
+    path = Path(__file__).with_name(f"{name}.{split}.jsonl.xz")
+    if not path.is_file():
+        raise no_such_split(split)
+    with lzma.open(path, "rt", encoding="utf-8") as file:
         return [json.loads(line) for line in file]

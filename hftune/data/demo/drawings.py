@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
+from hftune.errors import DataError
+
 SHAPES = ("circle", "cross", "ring", "square", "star", "triangle")
 
 Stroke = list[tuple[float, float]]
@@ -26,7 +28,7 @@ def digits(split: str, count: int | None = None) -> Iterator[Row]:
         count: number of rows; None for all.
     """
     rng = _rng(split)
-    for _ in range(count or {"train": 4000, "eval": 1000}[split]):
+    for _ in range(count or (4000 if split == "train" else 1000)):
         label = int(rng.randint(10))
         yield {"image": _digit(label, rng), "label": label}
 
@@ -37,7 +39,7 @@ def shapes(split: str, count: int | None = None) -> Iterator[Row]:
     Size, position, rotation, colours and noise are random. Arguments as for ``digits``; 1,000 and 200 rows.
     """
     rng = _rng(split)
-    for _ in range(count or {"train": 1000, "eval": 200}[split]):
+    for _ in range(count or (1000 if split == "train" else 200)):
         name = SHAPES[rng.randint(len(SHAPES))]
         yield {"image": _shape(name, rng), "label": name}
 
@@ -48,12 +50,19 @@ def pictures(split: str, count: int | None = None) -> Iterator[Row]:
     Arguments as for ``digits``; 120 and 24 rows.
     """
     rng = _rng(split)
-    for _ in range(count or {"train": 120, "eval": 24}[split]):
+    for _ in range(count or (120 if split == "train" else 24)):
         width, height = (4 * rng.randint(10, 15, size=2)).tolist()
         yield {"image": _landscape(width, height, rng)}
 
 
+def no_such_split(split: str) -> DataError:
+    """Return the error of a demo that is asked for a split that it does not have."""
+    return DataError(f"This demo has no {split} split. Set task.{split}_split to null.")
+
+
 def _rng(split: str) -> Rng:
+    if split not in ("train", "eval"):
+        raise no_such_split(split)
     return Rng([0, ["train", "eval"].index(split)])
 
 
