@@ -13,14 +13,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--processes", type=int, default=1, help="number of training processes on all nodes (default %(default)s)"
     )
-    parser.add_argument("--gpus-per-machine", type=int, help="number of processes on each node (default: all of them)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="device to estimate memory for (default: this machine's)")
     parser.add_argument("--json", action="store_true", help="one JSON object as output; docs/plan-and-doctor.md lists its keys")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the plan. Exit code 1 if training would refuse the model."""
-    check_at_least_1(options, "processes", "gpus_per_machine")
+    check_at_least_1(options, "processes")
     from hftune.config import Recipe
 
     recipe = Recipe.from_argv(options.words)
@@ -30,6 +29,6 @@ def run(options: argparse.Namespace) -> int:
     from hftune.tracking.console import hide_progress_bars
 
     hide_progress_bars()
-    plan = make_plan(recipe, options.processes, options.gpus_per_machine, options.device)
+    plan = make_plan(recipe, options.processes, options.device)
     print(json.dumps(plan.to_dict(), indent=2, ensure_ascii=False) if options.json else plan_text(plan))
     return 1 if plan.unused_parameters else 0

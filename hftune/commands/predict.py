@@ -115,6 +115,9 @@ def run(options: argparse.Namespace) -> int:
         from hftune.commands.tracked import as_run
 
         recipe = as_run(recipe, source.parent, "predict")
+    import numpy as np
+    from PIL import Image
+
     from hftune.inference import load_model  # imports torch: only once the arguments are known to be valid
     from hftune.tracking.console import hide_progress_bars
 
@@ -126,8 +129,10 @@ def run(options: argparse.Namespace) -> int:
         row = {**input_column(value), **save_images(flat(prediction), path)}
         print(strict_json(row, ensure_ascii=False) if options.json else "\t".join(map(str, row.values())), flush=True)
         if options.track:
-            rows.append(row if isinstance(value, (Path, tuple)) else {"text": as_text(value)[:MAX_CHARACTERS], **row})
-            images += [(image, row["input"]) for image in images_in(prediction)[: recipe.eval.show_samples - len(images)]]
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)  # or a chat
+            rows.append(row if "input" in row else {"text": text[:MAX_CHARACTERS], **row})
+            found = [np.asarray(image.convert("RGB")) for image in prediction.values() if isinstance(image, Image.Image)]
+            images += [(image, row["input"]) for image in found[: recipe.eval.show_samples - len(images)]]
     if options.track:
         from hftune.commands.tracked import track_predictions
 
@@ -158,61 +163,33 @@ def predict_table(options: argparse.Namespace) -> int:
     return 0
 
 
-def images_in(prediction: Mapping[str, Any]) -> list[Any]:
-    """Return the images of a prediction as pixels (H, W, 3) uint8."""
-    import numpy as np
-    from PIL import Image
-
-    return [np.asarray(value.convert("RGB")) for value in prediction.values() if isinstance(value, Image.Image)]
-
-
-def as_text(value: Any) -> str:
-    """Return an input as trackers show it: a text, or a chat as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
 def image_inputs(inputs: Sequence[Path], masks: Path | None) -> list[Any]:
     """Return image files, or pairs of image and mask.
 
     Images are paired by name if there are ``masks``, or if a folder holds image/ and mask/.
 
     Raises:
-        ConfigError: there is no such path, or a folder is empty.
-        DataError: an image or a mask has no partner.
+        ConfigError: there is no such path.
+        DataError: a folder has no images, or an image or a mask has no partner.
     """
-    folders = [folder for folder in inputs if (folder / "image").is_dir() and (folder / "mask").is_dir()]
-    if masks is None and not folders:
-        return [file for path in inputs for file in files_of(path)]
+    from hftune.data.files import list_images
     from hftune.data.restoration_images import paired
 
-    pairs = []
+    for path in (*inputs, *([] if masks is None else [masks])):
+        if not path.exists():
+            raise ConfigError(f"--{'masks' if path == masks else 'input'} {path}: there is no such file or folder.")
+    are_pairs = masks is not None or any((path / "image").is_dir() and (path / "mask").is_dir() for path in inputs)
+    found: list[Any] = []
     for path in inputs:
         image, mask = (path, masks) if masks is not None else (path / "image", path / "mask")
-        if not image.exists() or not mask.exists():
-            missing = f"--masks {mask}" if image.exists() else f"--input {image}"
-            raise ConfigError(f"{missing}: there is no such file or folder.")
-        if image.is_dir():
+        if are_pairs and image.is_dir():
             columns = paired({"image": image, "mask": mask}, f"--input {path}")
-            pairs += zip(columns["image"], columns["mask"], strict=True)
+            found += zip(columns["image"], columns["mask"], strict=True)
+        elif are_pairs:
+            found.append((image, mask))
         else:
-            pairs.append((image, mask))
-    return pairs
-
-
-def files_of(path: Path) -> list[Path]:
-    """Return a file itself, or all files below a folder, sorted by path. Hidden files are left out.
-
-    Raises:
-        ConfigError: there is no such path, or the folder is empty.
-    """
-    if not path.exists():
-        raise ConfigError(f"--input {path}: there is no such file or folder.")
-    if not path.is_dir():
-        return [path]
-    files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
-    if not files:
-        raise ConfigError(f"--input {path} is an empty folder.")
-    return files
+            found += list_images(path, f"--input {path}") if path.is_dir() else [path]
+    return found
 
 
 def input_column(value: Any) -> dict[str, str]:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hftune.config.recipe import Recipe, type_name
 from hftune.data.columns import TEXTS, Role, is_number, is_text
-from hftune.data.table import CHUNK, WRITTEN, Table, read_table, suffix_problem, writable
+from hftune.data.files import PACKED
+from hftune.data.table import CHUNK, WRITTEN, Table, read_table, writable
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError, DataError, did_you_mean
 from hftune.task import Task
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 ABOUT = "about.json"
 """What unfinished predictions depend on, in the folder of their parts."""
-PATHS = ("image", "mask")
+PATHS = {"image", "mask"}
 """Inputs that a table may name by their paths."""
 
 
@@ -56,13 +57,11 @@ class Job:
 
     def inputs(self, rows: Sequence[int]) -> list[Any]:
         """Return the raw inputs of some rows."""
-        names = list(self.columns.values())
-        values = self.table.rows.select_columns(names)[list(rows)]
-        found = {role: self._located(role, values[column]) for role, column in self.columns.items()}
-        return self.recipe.task.raw_inputs(found)
-
-    def _located(self, role: str, values: list[Any]) -> list[Any]:
-        return [located(self.table, value) for value in values] if role in PATHS else values
+        found = self.table.rows.select_columns(list(self.columns.values()))[list(rows)]
+        values = {role: found[column] for role, column in self.columns.items()}
+        for role in PATHS & values.keys():
+            values[role] = [located(self.table, value) for value in values[role]]
+        return self.recipe.task.raw_inputs(values)
 
 
 def located(table: Table, value: Any) -> Any:
@@ -83,6 +82,9 @@ def prepare(options: argparse.Namespace) -> Job:
     data = Path(options.data).expanduser()
     if data.is_file() and options.output.exists() and options.output.samefile(data):
         raise ConfigError(f"--output {options.output} is the table itself, which would be overwritten. Name a different file.")
+    if bad := [word for word in options.map if not re.fullmatch(r"[^=]+=.+", word)]:
+        raise ConfigError(f"--map {bad[0]} is not NAME=COLUMN, such as --map text=review.")
+    given = dict(word.split("=", 1) for word in options.map)
     from hftune.checkpoints.export import read_about, readable
     from hftune.checkpoints.run_folder import check_answers, open_run
 
@@ -90,48 +92,61 @@ def prepare(options: argparse.Namespace) -> Job:
     task = recipe.task
     check_answers(task)
     check_probabilities(task, options.probabilities)
-    kwargs = {"probabilities": True} if options.probabilities else {}
-    given = parse_map(options.map)
     trained_on = read_about(readable(model)).get("columns", {})
     table = flattened(read_table(options.data, getattr(task, "dataset_config", None)), task, {**given, **trained_on})
     columns = find_columns(task, table, given, trained_on)
     sizes, empty = scan(table, columns)
+    names = " or ".join(map(repr, columns.values()))
     if empty.all():
-        raise DataError(f"--data {table.name}: no row has an input in column {' or '.join(map(repr, columns.values()))}.")
+        raise DataError(f"--data {table.name}: no row has an input in column {names}.")
     if empty.any() and options.empty == "refuse":
-        numbers = shown([int(index) for index in empty.nonzero()[0]])
-        names = " or ".join(map(repr, columns.values()))
+        numbers = empty.nonzero()[0].tolist()
+        more = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
         raise DataError(
-            f"--data {table.name} has no input in column {names} at row {numbers} (counted from 0). Fill them in; or give them "
-            "no prediction: --empty null."
+            f"--data {table.name} has no input in column {names} at row {', '.join(map(str, numbers[:5]))}{more} (counted "
+            "from 0). Fill them in; or give them no prediction: --empty null."
         )
-    selected = None if options.columns is None else [name.strip() for name in options.columns.split(",")]
-    notices = [
-        f"Predicting from column {column!r} as the {name}. --map {name}=COLUMN names a different one."
-        for name, column in columns.items()
-        if name not in given and column not in (task.input_columns()[name], trained_on.get(f"{name}_column"))
-    ]
-    size = options.batch_size or recipe.eval.batch_size
     return Job(
-        recipe, model, table, columns, sizes, empty, options.output, selected, kwargs, size, options.mixed_precision, notices
+        recipe,
+        model,
+        table,
+        columns,
+        sizes,
+        empty,
+        options.output,
+        selected=None if options.columns is None else [name.strip() for name in options.columns.split(",")],
+        options={"probabilities": True} if options.probabilities else {},
+        batch_size=options.batch_size or recipe.eval.batch_size,
+        mixed_precision=options.mixed_precision,
+        notices=[
+            f"Predicting from column {column!r} as the {name}. --map {name}=COLUMN names a different one."
+            for name, column in columns.items()
+            if name not in given and column not in (task.input_columns()[name], trained_on.get(f"{name}_column"))
+        ],
     )
 
 
 def check_output(path: Path | None) -> None:
-    """Raise ConfigError if the predictions have nowhere to go."""
+    """Raise ConfigError if the predictions have nowhere to go, or something would be removed that is not theirs."""
     if path is None:
         raise ConfigError(f"--data needs a file for the predictions: --output FILE ({', '.join(WRITTEN)}).")
-    if problem := suffix_problem(path):
-        raise ConfigError(problem)
+    if path.suffix.lower() not in WRITTEN:
+        packed = " Compress it afterwards." if path.suffix.lower() in PACKED else ""
+        raise ConfigError(f"--output {path}: its name does not end in one of {', '.join(WRITTEN)}.{packed}")
     if path.is_dir():
         raise ConfigError(f"--output {path} is a folder. Name a file.")
-    if ProcessInfo.from_environment().is_main:
-        folder = path.resolve().parent
-        if not folder.is_dir():
-            raise ConfigError(f"--output {path}: there is no folder {folder}. Create it.")
-        if not os.access(folder, os.W_OK):
-            raise ConfigError(f"--output {path} cannot be written: no permission for {folder}.")
-        check_parts(parts_folder(path))
+    if not ProcessInfo.from_environment().is_main:
+        return
+    folder, parts = path.resolve().parent, parts_folder(path)
+    if not folder.is_dir():
+        raise ConfigError(f"--output {path}: there is no folder {folder}. Create it.")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"--output {path} cannot be written: no permission for {folder}.")
+    if parts.exists() and not (parts / ABOUT).is_file() and not (parts.is_dir() and not any(parts.iterdir())):
+        raise ConfigError(
+            f"{parts} has the name of the folder for unfinished predictions, but holds something else. Move it away, or name "
+            "a different --output."
+        )
 
 
 def parts_folder(output: Path) -> Path:
@@ -139,31 +154,10 @@ def parts_folder(output: Path) -> Path:
     return output.with_name(f"{output.name}.parts")
 
 
-def check_parts(folder: Path) -> None:
-    """Raise ConfigError if something else than the parts of a prediction would be removed."""
-    is_own = (folder / ABOUT).is_file() or (folder.is_dir() and not any(folder.iterdir()))
-    if folder.exists() and not is_own:
-        raise ConfigError(
-            f"{folder} has the name of the folder for unfinished predictions, but holds something else. Move it away, or name "
-            "a different --output."
-        )
-
-
 def check_probabilities(task: Task, asked: bool) -> None:
     """Raise ConfigError if probabilities are asked for that the task does not have."""
     if asked and "probabilities" not in inspect.signature(type(task).predict).parameters:
         raise ConfigError(f"--probabilities: {type_name(type(task))} predicts no classes. Leave it out.")
-
-
-def parse_map(words: Sequence[str]) -> dict[str, str]:
-    """Return the columns that ``--map`` names.
-
-    Raises:
-        ConfigError: a word is not NAME=COLUMN.
-    """
-    if bad := [word for word in words if not re.fullmatch(r"[^=]+=.+", word)]:
-        raise ConfigError(f"--map {bad[0]} is not NAME=COLUMN, such as --map text=review.")
-    return dict(word.split("=", 1) for word in words)
 
 
 def flattened(table: Table, task: Task, given: Mapping[str, str]) -> Table:
@@ -176,55 +170,44 @@ def flattened(table: Table, task: Task, given: Mapping[str, str]) -> Table:
 def find_columns(task: Task, table: Table, given: Mapping[str, str], trained_on: Mapping[str, str]) -> dict[str, str]:
     """Return the table's columns that the task predicts from, by what ``Task.input_columns`` calls them.
 
-    Args:
-        given: columns that ``--map`` names.
-        trained_on: columns of the training data, see ``Task.read_columns``; they come before a guess.
+    Each is what ``given`` (--map) says, or the recipe, or the column that was trained on (see ``Task.read_columns``); or else
+    the only one that it can be.
 
     Raises:
         ConfigError: the task reads no columns, or ``given`` names something else than its columns.
         DataError: a column is missing, or holds numbers.
     """
-    wanted = task.input_columns()
+    wanted, columns, features = task.input_columns(), table.columns, table.rows.features
     if not wanted:
         raise ConfigError(
             f"{type_name(type(task))} does not say which columns of a table it predicts from. Give it a method input_columns."
         )
     if odd := [name for name in given if name not in wanted]:
         raise ConfigError(f"--map {odd[0]}={given[odd[0]]}: this task's inputs are called {', '.join(wanted)}.")
-    found = {}
+    has, found = f"It has: {', '.join(columns)}.", {}
+    texts = [column for column in columns if is_text(features[column])]
     for name, column in wanted.items():
-        same = trained_on.get(f"{name}_column") if column is None else None
-        role = task.columns.get(name, Role("text", TEXTS))
-        found[name] = chosen = find_column(name, role, same if same in table.columns else column, given.get(name), table)
-        if name not in PATHS and is_number(table.rows.features[chosen]):
+        role, same = task.columns.get(name, Role("text", TEXTS)), trained_on.get(f"{name}_column")
+        usual = same if column is None and same in columns else column
+        named = [column for column in columns if column in (name, *role.usual)]
+        known = [column for column in columns if column in role.usual_inputs]
+        guesses = [guess for guess in (named, known, texts) if len(guess) == 1] if usual is None else []
+        if (asked := given.get(name)) is not None and asked not in columns:
+            raise DataError(f"--map {name}={asked}: {table.name} has no such column. {has}{did_you_mean(asked, columns)}")
+        if asked is not None or usual in columns:
+            found[name] = asked or usual
+        elif guesses or len(columns) == 1:
+            found[name] = (guesses or [columns])[0][0]
+        else:
+            could_be = "several columns that could be" if len(texts) > 1 or named or known else "no column that could be"
+            what = f"no column {usual!r}" if usual is not None else f"{could_be} the {name}"
+            raise DataError(f"--data {table.name} has {what}. {has} Name the right one: --map {name}=COLUMN.")
+        if name not in PATHS and is_number(features[found[name]]):
             raise DataError(
-                f"--data {table.name}: column {chosen!r} holds numbers, not texts. Name a different one: --map {name}=COLUMN."
+                f"--data {table.name}: column {found[name]!r} holds numbers, not texts. Name a different one: "
+                f"--map {name}=COLUMN."
             )
     return found
-
-
-def find_column(name: str, role: Role, usual: str | None, given: str | None, table: Table) -> str:
-    """Return the column of one input: as --map says, as the recipe says, or else the only one that it can be.
-
-    Args:
-        usual: the column that the recipe names, or that the model was trained on.
-    """
-    columns = table.columns
-    has = f"It has: {', '.join(columns)}."
-    if given is not None:
-        if given not in columns:
-            raise DataError(f"--map {name}={given}: {table.name} has no such column. {has}{did_you_mean(given, columns)}")
-        return given
-    if usual in columns:
-        return usual
-    texts = [column for column in columns if is_text(table.rows.features[column])]
-    guesses = [[column for column in columns if column in names] for names in ((name, *role.usual), role.usual_inputs)]
-    fitting = [found for found in (*guesses, texts) if len(found) == 1] if usual is None else []
-    if fitting or len(columns) == 1:
-        return (fitting or [columns])[0][0]
-    could_be = "several columns that could be" if len(texts) > 1 or any(guesses) else "no column that could be"
-    what = f"no column {usual!r}" if usual is not None else f"{could_be} the {name}"
-    raise DataError(f"--data {table.name} has {what}. {has} Name the right one: --map {name}=COLUMN.")
 
 
 def scan(table: Table, columns: Mapping[str, str]) -> tuple[np.ndarray, np.ndarray]:
@@ -246,34 +229,17 @@ def scan(table: Table, columns: Mapping[str, str]) -> tuple[np.ndarray, np.ndarr
         chunk = rows[start : start + CHUNK]
         for role, name in columns.items():
             for index, value in enumerate(chunk[name], start):
-                empty[index] |= is_empty(value)
-                if role in PATHS:
-                    check_path(table, value, index)
-                else:
+                empty[index] |= value is None or value == [] or (isinstance(value, str) and not value.strip())
+                if role not in PATHS:
                     sizes[index] += size(value)
+                elif isinstance(value, str) and value and not located(table, value).is_file():
+                    raise DataError(f"--data {table.name} names an image that is not there, at row {index}: {value}.")
     return sizes, empty
-
-
-def check_path(table: Table, value: Any, index: int) -> None:
-    """Raise DataError if a row names an image that is not there."""
-    if isinstance(value, str) and value and not located(table, value).is_file():
-        raise DataError(f"--data {table.name} names an image that is not there, at row {index}: {value}.")
-
-
-def is_empty(value: Any) -> bool:
-    """Return whether an input is missing, blank, or a list without words."""
-    return value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value)
 
 
 def size(value: Any) -> int:
     """Return the number of characters of a text, or of the texts of a list."""
     return len(value) if isinstance(value, str) else sum(map(size, value)) if isinstance(value, list) else 0
-
-
-def shown(numbers: Sequence[int], most: int = 5) -> str:
-    """List a few row numbers, and count the others."""
-    rest = f" and {len(numbers) - most} more" if len(numbers) > most else ""
-    return ", ".join(map(str, numbers[:most])) + rest
 
 
 def flat(row: Mapping[str, Any], probabilities: bool = True) -> dict[str, Any]:

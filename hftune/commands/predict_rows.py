@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -89,7 +89,7 @@ def predict_rows(job: Job) -> bool:
 
 def predict_part(job: Job, model: nn.Module, part: range, group: Collectives, meter: Meter) -> list[tuple[int, Prediction]]:
     """Return this process's share of the predictions of some rows, with their numbers. Collective."""
-    found: list[tuple[int, Prediction]] = []
+    task, found = job.recipe.task, []
     rows_N = np.arange(part.start, part.stop)[~job.empty[part.start : part.stop]]
     max_tokens = CPU_TOKENS if group.device.type == "cpu" else None
     micro_batches = plan(lengths_of(job, rows_N, group), job.batch_size, max_tokens) if len(rows_N) else []
@@ -97,7 +97,18 @@ def predict_part(job: Job, model: nn.Module, part: range, group: Collectives, me
     for index in share:
         numbers = rows_N[micro_batches[index].samples].tolist()
         group.progress.samples(numbers)
-        found += zip(numbers, predict_batch(job, model, numbers, group), strict=True)
+        try:
+            with naming_rows(job, numbers), torch.no_grad(), group.accelerator.autocast():
+                rows = task.predict(model, job.inputs(numbers), **job.options)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not should_reduce_batch_size(error):
+                raise
+            raise TrainingError(f"Out of memory with {len(numbers)} rows at a time. Lower --batch-size.") from error
+        if len(rows) != len(numbers):
+            raise RuntimeError(f"{type(task).__name__}.predict returned {len(rows)} rows for {len(numbers)} inputs.")
+        if any(isinstance(value, Image.Image) for row in rows[:1] for value in row.values()):
+            raise ConfigError("The predictions are images, which no table holds. Use --input and a folder as --output.")
+        found += zip(numbers, rows, strict=True)
         meter.advance(len(numbers) * group.num_processes, part.stop)
     return found
 
@@ -137,23 +148,6 @@ def plan(lengths_N: np.ndarray, batch_size: int, max_tokens: int | None) -> list
     return BatchPlan(count, count, **sizes, lengths=lengths_N, shuffle=False).epoch(0)[0]
 
 
-def predict_batch(job: Job, model: nn.Module, numbers: Sequence[int], group: Collectives) -> list[dict[str, Any]]:
-    """Return the predictions of these rows."""
-    task = job.recipe.task
-    try:
-        with naming_rows(job, numbers), torch.no_grad(), group.accelerator.autocast():
-            rows = task.predict(model, job.inputs(numbers), **job.options)
-    except (torch.OutOfMemoryError, RuntimeError) as error:
-        if not should_reduce_batch_size(error):
-            raise
-        raise TrainingError(f"Out of memory with {len(numbers)} rows at a time. Lower --batch-size.") from error
-    if len(rows) != len(numbers):
-        raise RuntimeError(f"{type(task).__name__}.predict returned {len(rows)} rows for {len(numbers)} inputs.")
-    if any(isinstance(value, Image.Image) for row in rows[:1] for value in row.values()):
-        raise ConfigError("The predictions are images, which no table holds. Use --input and a folder as --output.")
-    return rows
-
-
 class Parts:
     """The finished parts in a folder beside the output, from which a killed prediction goes on. Main process only."""
 
@@ -165,36 +159,30 @@ class Parts:
 
     def open(self) -> list[range]:
         """Return the parts that are still to be predicted; those of a different prediction are removed."""
-        about, path = self.about(), self.folder / ABOUT
-        before = _read_json(path)
+        job, path, model = self.job, self.folder / ABOUT, readable(self.job.model)
+        files = [file for file in model.rglob("*") if file.is_file()]
+        about = {
+            "input": job.table.digest,
+            "model": sorted([str(file.relative_to(model)), file.stat().st_size, file.stat().st_mtime_ns] for file in files),
+            "task": sha256(json.dumps(job.recipe.to_dict()["task"], sort_keys=True, default=str).encode()).hexdigest(),
+            "options": {**job.options, "columns": job.columns, "empty": int(job.empty.sum()), "precision": job.mixed_precision},
+            "version of hftune": __version__,
+        }
+        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         if self.folder.is_dir() and before != about:
-            changed = [name for name in about if (before or {}).get(name) != about[name]]
+            changed = [name for name in about if before.get(name) != about[name]]
             print(note(f"{self.folder} belongs to a different {' and '.join(changed)}: starting over."), flush=True)
             shutil.rmtree(self.folder)
         self.folder.mkdir(exist_ok=True)
         write_text(path, json.dumps(about))
-        waiting = [part for part in self.all if not self.is_whole(part)]
+        waiting = [part for part in self.all if not self.path(part).is_file()]  # they are written atomically
         if len(waiting) < len(self.all):
             done = sum(map(len, self.all)) - sum(map(len, waiting))
-            print(note(f"Going on after {done:,} of {len(self.job.table):,} rows, which are predicted already."), flush=True)
+            print(note(f"Going on after {done:,} of {len(job.table):,} rows, which are predicted already."), flush=True)
         return waiting
-
-    def about(self) -> dict[str, Any]:
-        """Return what the predictions depend on, by words for messages."""
-        job = self.job
-        folder = readable(job.model)
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        model = sorted([str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files)
-        task = sha256(json.dumps(job.recipe.to_dict()["task"], sort_keys=True, default=str).encode()).hexdigest()
-        options = {**job.options, "columns": job.columns, "empty": int(job.empty.sum()), "precision": job.mixed_precision}
-        return {"input": job.table.digest, "model": model, "task": task, "options": options, "version of hftune": __version__}
 
     def path(self, part: range) -> Path:
         return self.folder / f"rows_{part.start:09d}.jsonl"
-
-    def is_whole(self, part: range) -> bool:
-        """Return whether a part is there: parts are written atomically."""
-        return self.path(part).is_file()
 
     def write(self, part: range, gathered: Sequence[tuple[int, Prediction]]) -> None:
         """Write the predictions of a part, in order; at the first one, check the names of the columns."""
@@ -202,22 +190,22 @@ class Parts:
         if len(gathered) != int((~self.job.empty[part.start : part.stop]).sum()):
             raise RuntimeError(f"{len(gathered)} predictions came back for rows {part.start} to {part.stop - 1}.")
         write_lines(self.path(part), (strict_json(placed[number], ensure_ascii=False) + "\n" for number in part))
-        output_columns(self.job, self.fields())
+        self.columns()
 
     def rows(self) -> Iterator[Prediction]:
         """Yield the predictions of all parts that are there."""
-        for part in filter(self.is_whole, self.all):
-            with self.path(part).open(encoding="utf-8") as file:
+        for path in filter(Path.is_file, map(self.path, self.all)):
+            with path.open(encoding="utf-8") as file:
                 yield from map(json.loads, file)
 
-    def fields(self) -> list[str]:
-        """Return the names of what is predicted."""
+    def columns(self) -> dict[str, tuple[str, str]]:
+        """Return the columns to write, by what the first prediction has; see ``output_columns``."""
         first = next((row for row in self.rows() if row is not None), {})
-        return list(flat(first, "probabilities" in self.job.options))
+        return output_columns(self.job, list(flat(first, "probabilities" in self.job.options)))
 
     def join(self) -> None:
         """Write the output, and remove the parts."""
-        columns = output_columns(self.job, self.fields())
+        columns = self.columns()
         renamed = [name for name, (source, own) in columns.items() if source == "data" and name != own]
         if self.job.selected is None and renamed:
             print(note(f"The data's own values are in {', '.join(renamed)}."), flush=True)
@@ -230,13 +218,6 @@ class Parts:
         except OSError as error:
             raise TrainingError(f"{self.job.output} cannot be written: {error.strerror or error}.") from error
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _read_json(path: Path) -> Mapping[str, Any] | None:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 class Meter:
@@ -253,17 +234,14 @@ class Meter:
     def advance(self, count: int, most: int) -> None:
         """Note that all processes together have predicted about ``count`` more rows, and no row after ``most``."""
         self.done = min(self.done + count, most)
-        now = time.monotonic()
-        if self.bar is not None:
-            if self.bar.is_due():
-                self.bar.draw(f"row {self.done:,}/{self.total:,}", self.done, self.total, map(Text, self._speed(now)))
-        elif self.enabled and now - self.said > PROGRESS_INTERVAL_S:
+        now, label = time.monotonic(), f"row {self.done:,}/{self.total:,}"
+        per_s = max((self.done - self.first) / max(now - self.began, 1e-6), 1e-6)
+        cells = [f"{duration((self.total - self.done) / per_s)} left", f"{short(per_s)} rows/s"]
+        if self.bar is not None and self.bar.is_due():
+            self.bar.draw(label, self.done, self.total, map(Text, cells))
+        elif self.bar is None and self.enabled and now - self.said > PROGRESS_INTERVAL_S:
             self.said = now
-            print("  ".join([f"row {self.done:,}/{self.total:,}", *self._speed(now)]), flush=True)
-
-    def _speed(self, now: float) -> list[str]:
-        per_s = (self.done - self.first) / max(now - self.began, 1e-6)
-        return [f"{duration((self.total - self.done) / max(per_s, 1e-6))} left", f"{short(per_s)} rows/s"]
+            print("  ".join([label, *cells]), flush=True)
 
     def close(self) -> None:
         if self.bar is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from hftune.config import Recipe
 from hftune.data.hub import causes_of, network_reason
 from hftune.errors import ConfigError, message_of
 from hftune.reporting.card import CARD, METRICS, RECIPE, RESULT, card, for_repository, read_facts
-from hftune.secrecy import without_secrets
 from hftune.tracking.console import data_size, short
 from hftune.tracking.facts import NAME as RUN
 
@@ -40,77 +38,74 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Push, and print the address of the model as the last line."""
-    check_name(options.repository)
-    folder = options.folder
-    recipe, model = open_run(folder, options.trust_code)
-    if model != folder / "model":
-        raise ConfigError(f"{folder} is a single model. Name the output folder of its run, whose best model is pushed.")
-    check_passwords(folder / "recipe.yaml")
-    merged = folder / MERGED if options.merged else None
-    if merged is None:
-        check_base(model, folder)
-    else:
-        check_merged(merged, model)
-    check_token()
-    address = upload(folder, recipe, options.repository, options.private, options.revision, options.message, merged)
-    print(address, flush=True)
-    return 0
+    """Push the best model of a run in one commit, and print the address of the model as the last line.
 
-
-def check_base(model: Path, folder: Path) -> None:
-    """Refuse adapters that belong to a model on this machine, which nobody else could load, or raise ConfigError."""
-    path = model / "base.json"
-    if not path.is_file():
-        return
-    base = json.loads(path.read_text(encoding="utf-8"))
-    if base["commit"] is None:
-        where = base["name"] or model / "base"
-        raise ConfigError(
-            f"{model} holds adapters of a model on this machine, {where}, without which nobody can load them. Push the two as "
-            f"one: hftune merge {folder}, then hftune push --merged."
-        )
-
-
-def check_merged(merged: Path, model: Path) -> None:
-    """Refuse to push a merged model that is not there, or was made of earlier adapters, or raise ConfigError."""
-    if not merged.is_dir():
-        raise ConfigError(f"--merged: there is no {merged}. hftune merge {merged.parent} writes it.")
-    if (earlier := read_about(merged)) != (now := read_about(model)):
-        raise ConfigError(
-            f"--merged: {merged} was made of the adapters of step {earlier.get('step')}, and the best ones now are of step "
-            f"{now.get('step')}. hftune merge {merged.parent} writes it again."
-        )
-
-
-def check_passwords(recipe: Path) -> None:
-    """Refuse to publish a password or token that an earlier version wrote, or raise ConfigError."""
-    text = recipe.read_text(encoding="utf-8")
-    for line in text.splitlines():
-        if (shown := without_secrets(line)) != line:
-            raise ConfigError(
-                f"{recipe} holds a password or token, in {shown.strip()}, and would be published. Write it as a "
-                "reference to an environment variable, ${oc.env:NAME}."
-            )
-
-
-def check_name(repository: str) -> None:
-    """Refuse what the Hub would not take as the name of a model, or raise ConfigError."""
+    Raises:
+        ConfigError: there is nothing that others could load; or the Hub refuses, or cannot be reached.
+    """
+    repository, folder = options.repository, options.folder
     if repository.count("/") != 1:
         raise ConfigError(f"{repository} is not USER/NAME or ORGANIZATION/NAME, as models on the Hub are called.")
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
         raise ConfigError(f"{repository} cannot be the name of a model on the Hub: {error}") from error
-
-
-def check_token() -> None:
-    """Raise ConfigError if the Hub must not be asked, or would not know who asks."""
+    recipe, model = open_run(folder, options.trust_code)
+    if model != folder / "model":
+        raise ConfigError(f"{folder} is a single model. Name the output folder of its run, whose best model is pushed.")
+    recipe.refuse_secrets()
+    merged = folder / MERGED if options.merged else None
+    check_loadable(folder, model, merged)
     if is_offline_mode():
         raise ConfigError("HF_HUB_OFFLINE is set, and nothing can be pushed without the Hub. Unset it.")
     if get_token() is None:
         raise ConfigError(
             f"The Hub ({constants.ENDPOINT}) accepts uploads only from users who are logged in. {how_to_log_in()}"
+        )
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    api, revision = HfApi(), options.revision
+    with refusals(repository):
+        user = api.whoami()
+    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise ConfigError(f"The token of {user['name']} may only read. {how_to_log_in()}")
+    with refusals(repository, user["name"]), frozen(folder) as snapshot:
+        url = str(api.create_repo(repository, private=options.private or None, exist_ok=True))
+        if options.private and not api.model_info(repository).private:
+            raise ConfigError(
+                f"{repository} exists and is public, and --private is for new repositories. Make it private at {url}/settings, "
+                "or choose a different name."
+            )
+        if revision is not None:
+            api.create_branch(repository, branch=revision, exist_ok=True)
+        files = contents(snapshot, recipe, repository, merged or snapshot / "model")
+        size = data_size(sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in files.values()))
+        print(f"Pushing {len(files)} files ({size}) to {repository} ...", flush=True)
+        additions = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=data) for name, data in files.items()]
+        api.create_commit(repository, additions, commit_message=options.message or best_of(snapshot), revision=revision)
+    print(url if revision is None else f"{url}/tree/{revision}", flush=True)
+    return 0
+
+
+def check_loadable(folder: Path, model: Path, merged: Path | None) -> None:
+    """Refuse adapters of a model on this machine, which nobody else could load, or raise ConfigError.
+
+    Args:
+        merged: the folder that hftune merge wrote, if it is to be pushed: it must be there, and of the best adapters.
+    """
+    if merged is None:
+        base = json.loads(path.read_text(encoding="utf-8")) if (path := model / "base.json").is_file() else {"commit": ""}
+        if base["commit"] is None:
+            raise ConfigError(
+                f"{model} holds adapters of a model on this machine, {base['name'] or model / 'base'}, without which nobody "
+                f"can load them. Push the two as one: hftune merge {folder}, then hftune push --merged."
+            )
+    elif not merged.is_dir():
+        raise ConfigError(f"--merged: there is no {merged}. hftune merge {folder} writes it.")
+    elif (earlier := read_about(merged)) != (now := read_about(model)):
+        raise ConfigError(
+            f"--merged: {merged} was made of the adapters of step {earlier.get('step')}, and the best ones now are of step "
+            f"{now.get('step')}. hftune merge {folder} writes it again."
         )
 
 
@@ -118,63 +113,6 @@ def how_to_log_in() -> str:
     """Say how to get a token that may write, and where to put it."""
     page = f"{constants.ENDPOINT}/settings/tokens"
     return f"Create a token with write access at {page}, and log in with `hf auth login` or set HF_TOKEN."
-
-
-def upload(
-    folder: Path,
-    recipe: Recipe,
-    repository: str,
-    private: bool,
-    revision: str | None,
-    message: str | None,
-    merged: Path | None = None,
-) -> str:
-    """Put the best model of a run into a repository, in one commit; return the model's address.
-
-    Args:
-        merged: folder that `hftune merge` wrote, to push instead of the adapters.
-
-    Raises:
-        ConfigError: the Hub refuses, or cannot be reached; or the repository is public and should be private.
-    """
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    api = HfApi()
-    with refusals(repository):
-        user = check_access(api)
-    with refusals(repository, user), frozen(folder) as snapshot:
-        url = open_repository(api, repository, private, revision)
-        files = contents(snapshot, recipe, repository, merged or snapshot / "model")
-        size = data_size(sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in files.values()))
-        print(f"Pushing {len(files)} files ({size}) to {repository} ...", flush=True)
-        additions = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=data) for name, data in files.items()]
-        api.create_commit(repository, additions, commit_message=message or best_of(snapshot), revision=revision)
-    return url if revision is None else f"{url}/tree/{revision}"
-
-
-def check_access(api: HfApi) -> str:
-    """Return who the token belongs to, or raise ConfigError if it may only read."""
-    user = api.whoami()
-    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise ConfigError(f"The token of {user['name']} may only read. {how_to_log_in()}")
-    return user["name"]
-
-
-def open_repository(api: HfApi, repository: str, private: bool, revision: str | None) -> str:
-    """Create what does not exist yet, repository and branch, and return the repository's address.
-
-    Raises:
-        ConfigError: it should be private and is public.
-    """
-    url = str(api.create_repo(repository, private=private or None, exist_ok=True))
-    if private and not api.model_info(repository).private:
-        raise ConfigError(
-            f"{repository} exists and is public, and --private is for new repositories. Make it private at {url}/settings, or "
-            "choose a different name."
-        )
-    if revision is not None:
-        api.create_branch(repository, branch=revision, exist_ok=True)
-    return url
 
 
 def contents(folder: Path, recipe: Recipe, repository: str, model: Path) -> dict[str, Path | bytes]:
@@ -198,24 +136,16 @@ def frozen(folder: Path) -> Iterator[Path]:
     with TemporaryDirectory(dir=folder, prefix=".push-") as temporary:
         copy = Path(temporary)
 
-        def link(model: Path) -> None:
+        def take(model: Path) -> None:
             shutil.rmtree(copy / "model", ignore_errors=True)
-            shutil.copytree(model, copy / "model", copy_function=link_or_copy)
+            shutil.copytree(model, copy / "model")
 
-        read(folder / "model", link)
+        read(folder / "model", take)
         for name in (RECIPE, RUN, METRICS):
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, copy / name)
         print(f"{folder} is not finished. This is its best model so far: {best_of(copy)}.", flush=True)
         yield copy
-
-
-def link_or_copy(source: str, target: str) -> None:
-    """Give a file a second name, which costs neither time nor space; copy it where the file system has no such names."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def best_of(folder: Path) -> str:
@@ -236,29 +166,29 @@ def refusals(repository: str, user: str | None = None) -> Iterator[None]:
     Raises:
         ConfigError: the block failed to talk to the Hub.
     """
+    hub = f"the Hub ({constants.ENDPOINT})"
     try:
         yield
-    except (HfHubHTTPError, httpx.HTTPError, ConnectionError, TimeoutError, RuntimeError) as error:  # the last one by Xet
-        raise ConfigError(f"{repository} was not pushed: {reason(error, user)}") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        said = (error.server_message or message_of(error)).rstrip(".")
+        if status == 401 and user is None:
+            why = f"{hub} does not accept your token, which HF_TOKEN or `hf auth login` has set. {how_to_log_in()}"
+        elif status in (401, 403, 404):
+            check = f"Check the name; the rights of your tokens are listed at {constants.ENDPOINT}/settings/tokens."
+            why = f"{user or 'the token'} may not write there ({status}: {said}). {check}"
+        elif status >= 500:
+            why = f"{hub} answers {status}. Try again later; files that have arrived are not sent again."
+        else:
+            why = f"{hub} answers {status}: {said}."
+        raise ConfigError(f"{repository} was not pushed: {why}") from error
+    except (httpx.HTTPError, ConnectionError, TimeoutError, RuntimeError) as error:  # the last one by Xet
+        reached = network_reason([*causes_of(error)]) or f"failed ({message_of(error)})"
+        raise ConfigError(
+            f"{repository} was not pushed: {hub} {reached}. Check the network and try again; files that have arrived are not "
+            "sent again."
+        ) from error
     except ValueError as error:  # the Hub has checked the metadata of README.md, which people edit
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{repository} was not pushed: {' '.join(str(error).split())}. Correct model/{CARD}.") from error
-
-
-def reason(error: Exception, user: str | None) -> str:
-    """Say why the Hub did not do what it was asked, and what to do."""
-    hub = f"the Hub ({constants.ENDPOINT})"
-    if not isinstance(error, HfHubHTTPError):
-        reached = network_reason([*causes_of(error)]) or f"failed ({message_of(error)})"
-        return f"{hub} {reached}. Check the network and try again; files that have arrived are not sent again."
-    status = error.response.status_code
-    said = (error.server_message or message_of(error)).rstrip(".")
-    if status == 401 and user is None:
-        return f"{hub} does not accept your token, which HF_TOKEN or `hf auth login` has set. {how_to_log_in()}"
-    if status in (401, 403, 404):
-        check = f"Check the name; the rights of your tokens are listed at {constants.ENDPOINT}/settings/tokens."
-        return f"{user or 'the token'} may not write there ({status}: {said}). {check}"
-    if status >= 500:
-        return f"{hub} answers {status}. Try again later; files that have arrived are not sent again."
-    return f"{hub} answers {status}: {said}."

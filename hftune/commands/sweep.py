@@ -11,17 +11,17 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hftune.commands.arguments import add_recipe, check_at_least_1
-from hftune.commands.sweep_space import Grid, Search, Space, Trial, parse
+from hftune.commands.sweep_space import Space, Trial, number, parse, spell, trial_name
 from hftune.distributed.signals import hangup
 from hftune.errors import ConfigError, format_value
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from hftune.config import Recipe
 
 SWEEP = "sweep.json"
-STOPPED, INTERRUPTED = 75, 130
-"""Exit codes: a signal stopped the sweep, and the same command goes on; it was interrupted at once."""
+STOPPED = 75
+"""Exit code if a signal stopped the sweep, and the same command goes on."""
 POLL_S = 0.1
 MAX_COMPARED = 12
 """Trials on the page that compares them, the best ones."""
@@ -50,9 +50,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def run(options: argparse.Namespace) -> int:
+    """Train all trials that are not finished, and print and write what came of them."""
+    check_at_least_1(options, "jobs", "processes", "optuna")
+    sweep = Sweep.prepare(options)
+    check_same_data(sweep)
+    done = sum(trial.state == "finished" for trial in sweep.trials)
+    count = sweep.num_trials or len(sweep.trials)
+    print(f"{count} trials in {sweep.folder}{f', {done} of them finished' if done else ''}.", flush=True)
+    runner = Runner(sweep)
+    try:
+        runner.run()
+    finally:
+        sweep.write()
+    show(sweep)
+    if runner.signal:
+        print("hftune: The sweep was stopped. The same command goes on.", file=sys.stderr, flush=True)
+        return STOPPED
+    return 1 if any(trial.state != "finished" for trial in sweep.trials) else 0
+
+
 @dataclass
 class Sweep:
-    """What is swept, and how."""
+    """What is swept, and the trials. Its journal, sweep.json, says what was tried when the same command comes again."""
 
     space: Space
     recipe: Recipe
@@ -64,20 +84,135 @@ class Sweep:
     """Of Optuna; None for a grid."""
     gpus: list[str] = field(default_factory=list)
     """Those to share out among jobs; empty if there are none, or a single job has all."""
+    trials: list[Trial] = field(default_factory=list)
+    """All that are known, finished ones included."""
+
+    @classmethod
+    def prepare(cls, options: argparse.Namespace) -> Sweep:
+        """Check every value before anything is trained, and take up what was trained earlier.
+
+        Raises:
+            ConfigError: a trial's recipe is not valid, or the folder holds a different sweep.
+        """
+        from hftune.config import Recipe
+
+        space = parse(options.words)
+        if space.ranges and options.optuna is None:
+            key, (low, high) = next(iter(space.ranges.items()))
+            raise ConfigError(f"{key}={low:g}..{high:g} is a range: --optuna N searches it. A grid needs a list of values.")
+        if options.optuna is not None and find_spec("optuna") is None:
+            raise ConfigError('--optuna needs a package that is not installed: pip install "hftune[sweeps]".')
+        for values in space.corners() if options.optuna is not None else space.grid():
+            recipe = Recipe.from_argv(space.words(values))
+            recipe.validate()
+            if recipe.eval.is_off:
+                raise ConfigError("A sweep compares evaluations, and eval.every=never makes none.")
+        sweep = cls(space, recipe, Path(recipe.output_dir) / "sweep", options.jobs, options.processes, options.optuna)
+        if options.jobs > 1:
+            sweep.gpus = share_gpus(options.jobs, options.processes or 1)
+        sweep._open()
+        return sweep
+
+    def _open(self) -> None:
+        """Read the trials of an earlier call, or raise ConfigError if the folder holds a different sweep."""
+        path, own = self.folder / SWEEP, self.identity()
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+            if before["sweep"] != own:
+                was, changed = before["sweep"], next(name for name in own if before["sweep"].get(name) != own[name])
+                how = f": {changed} {format_value(was.get(changed))}, not {format_value(own[changed])}"
+                raise ConfigError(
+                    f"{self.folder} holds a different sweep{'' if changed == 'digest' else how}. Set output_dir=... to a "
+                    "different folder."
+                )
+        except FileNotFoundError:
+            before = {"trials": []}
+        except (OSError, ValueError, KeyError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{path} cannot be read. Remove it, or set output_dir=... to a different folder.") from error
+        if self.num_trials is None:
+            self.trials = [Trial(trial_name(values), values) for values in self.space.grid()]
+        else:
+            self.trials = [Trial(**trial) for trial in sorted(before["trials"], key=lambda trial: trial["name"])]
+            self._begin_search()
+        for trial in self.trials:
+            # Failed ones of a grid are tried again; Optuna has learned from them.
+            if not trial.read_result(self.folder_of(trial)) and not (self.num_trials and trial.state == "failed"):
+                trial.state = "waiting"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.write()
+        except OSError as error:
+            raise ConfigError(f"{self.folder} cannot be written: {error.strerror}. Set output_dir=...") from error
+
+    def _begin_search(self) -> None:
+        """Let Optuna's tree-structured Parzen estimator learn from the trials so far."""
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        # A sampler that starts again with the same seed would repeat its first draws.
+        sampler = optuna.samplers.TPESampler(seed=(self.recipe.seed + len(self.trials)) % 2**32, constant_liar=True)
+        self.study = optuna.create_study(direction="maximize" if self.recipe.greater_is_better else "minimize", sampler=sampler)
+        self.asked: dict[str, Any] = {}
+        """Optuna's own numbers of the trials that it has been asked for, by their names."""
+        for trial in self.trials:
+            if trial.read_result(self.folder_of(trial)) and trial.value is not None:
+                known = {key: self.space.distribution(key, value) for key, value in trial.values.items()}
+                params = {key: value if key in self.space.lists else number(value) for key, value in trial.values.items()}
+                self.study.add_trial(optuna.create_trial(params=params, distributions=known, value=trial.value))
+
+    def next(self) -> Trial | None:
+        """Return a trial that is not finished; None if there is none to start now."""
+        if waiting := [trial for trial in self.trials if trial.state == "waiting"]:
+            return waiting[0]
+        if len(self.trials) >= (self.num_trials or 0):
+            return None
+        asked = self.study.ask({key: self.space.distribution(key) for key in self.space.keys})
+        values = {key: value if isinstance(value, str) else spell(value) for key, value in asked.params.items()}
+        values = {key: values[key] for key in self.space.keys}
+        self.trials.append(Trial(f"{len(self.trials):04d}_{trial_name(values)}", values))
+        self.asked[self.trials[-1].name] = asked
+        return self.trials[-1]
+
+    def ended(self, trial: Trial) -> None:
+        """Tell Optuna what a trial that it was asked for has come to."""
+        if self.num_trials is not None and (asked := self.asked.get(trial.name)) is not None:
+            from optuna.trial import TrialState
+
+            self.study.tell(asked, trial.value, state=TrialState.FAIL if trial.value is None else None)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what makes trials comparable. To the lists of a grid values may be added later, not to those of Optuna."""
+        from hftune.config.recipe import flat
+
+        space = self.space
+        varying = ("output_dir", *space.keys)
+        shared = {
+            key: value
+            for key, value in flat(self.recipe.to_dict()).items()
+            if not any(key == name or key.startswith(f"{name}.") for name in varying)
+        }
+        digest = sha256(json.dumps(shared, sort_keys=True, default=str).encode()).hexdigest()
+        own = {"recipe": space.recipe, "fixed": sorted(space.fixed), "keys": space.keys}
+        by = {"by": "grid"} if self.num_trials is None else {"by": "optuna", "lists": space.lists}
+        return {**own, **by, "digest": digest}
+
+    def folder_of(self, trial: Trial) -> Path:
+        return self.folder / trial.name
 
     def words(self, trial: Trial) -> list[str]:
-        """Return the command line of a trial."""
-        given = [f"recipe={self.space.recipe}", *self.space.fixed, *(f"{key}={value}" for key, value in trial.values.items())]
+        """Return the recipe and the overrides of a trial."""
+        given = self.space.words(trial.values)
         if self.recipe.track.with_:
             group = self.recipe.track.group or f"{self.recipe.recipe} sweep"
             given += [f"track.run_name={format_value(trial.name)}", f"track.group={format_value(group)}"]
-        return [*given, f"output_dir={format_value(str(trial.folder))}"]
+        return [*given, f"output_dir={format_value(str(self.folder_of(trial)))}"]
 
     def command(self, trial: Trial) -> list[str]:
-        words = self.words(trial)
-        if self.processes is None:
-            return [sys.executable, "-m", "hftune.run", *words]
-        return [sys.executable, "-m", "hftune.cli", "train", "--processes", str(self.processes), *words]
+        alone = self.processes is None
+        program = ["hftune.run"] if alone else ["hftune.cli", "train", "--processes", str(self.processes)]
+        return [sys.executable, "-m", *program, *self.words(trial)]
 
     def environment(self, slot: int) -> dict[str, str]:
         """Return the environment of the trial in one of ``jobs`` places: cores and GPUs are shared out."""
@@ -92,61 +227,34 @@ class Sweep:
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (self.jobs * count))))
         return env
 
+    def ranked(self) -> list[Trial]:
+        """Return the finished trials, the best first."""
+        finished = [trial for trial in self.trials if trial.value is not None]
+        return sorted(finished, key=lambda trial: trial.value or 0.0, reverse=self.recipe.greater_is_better)
 
-def run(options: argparse.Namespace) -> int:
-    """Train all trials that are not finished, and print and write what came of them."""
-    check_at_least_1(options, "jobs", "processes", "optuna")
-    sweep = prepare(options)
-    if sweep.num_trials is None:
-        chooser: Grid | Search = Grid(sweep.space, sweep.folder)
-    else:
-        chooser = Search(sweep.space, sweep.folder, sweep.num_trials, sweep.recipe)
-    check_same_data(chooser.trials)
-    done = sum(trial.state == "finished" for trial in chooser.trials)
-    count = sweep.num_trials or len(chooser.trials)
-    print(f"{count} trials in {sweep.folder}{f', {done} of them finished' if done else ''}.", flush=True)
-    runner = Runner(sweep, chooser)
-    try:
-        runner.run()
-    finally:
-        write_summary(sweep, chooser.trials)
-    show(sweep, chooser.trials)
-    if runner.signal:
-        print("hftune: The sweep was stopped. The same command goes on.", file=sys.stderr, flush=True)
-        return STOPPED
-    return 1 if any(trial.state != "finished" for trial in chooser.trials) else 0
+    def over_seeds(self) -> list[dict[str, Any]]:
+        """Return mean and standard deviation over the seeds, for each combination of the other keys, the best mean first."""
+        groups = defaultdict[str, list[Trial]](list)
+        for trial in self.ranked():
+            groups[str({**trial.values, "seed": None})].append(trial)
+        rows = []
+        for trials in groups.values():
+            values = [trial.value or 0.0 for trial in trials]
+            own = {key: value for key, value in trials[0].values.items() if key != "seed"}
+            deviation = statistics.stdev(values) if len(values) > 1 else None
+            rows.append({"values": own, "mean": statistics.fmean(values), "deviation": deviation, "trials": len(values)})
+        return sorted(rows, key=lambda row: row["mean"], reverse=self.recipe.greater_is_better)
 
+    def write(self) -> None:
+        """Write sweep.json: what is swept, and the trials, the best first."""
+        from hftune.atomic import write_text
 
-def prepare(options: argparse.Namespace) -> Sweep:
-    """Check every value before anything is trained.
-
-    Raises:
-        ConfigError: a trial's recipe is not valid, or the folder holds a different sweep.
-    """
-    from hftune.config import Recipe
-
-    space = parse(options.words)
-    if space.ranges and options.optuna is None:
-        key, part = next(iter(space.ranges.items()))
-        raise ConfigError(
-            f"{key}={part.low:g}..{part.high:g} is a range: --optuna N searches it. A grid needs a list of values."
-        )
-    if options.optuna is not None and find_spec("optuna") is None:
-        raise ConfigError('--optuna needs a package that is not installed: pip install "hftune[sweeps]".')
-    recipes = []
-    for values in space.corners() if options.optuna is not None else space.grid():
-        words = [f"recipe={space.recipe}", *space.fixed, *(f"{key}={value}" for key, value in values.items())]
-        recipes.append(Recipe.from_argv(words))
-        recipes[-1].validate()
-        if recipes[-1].eval.is_off:
-            raise ConfigError("A sweep compares evaluations, and eval.every=never makes none.")
-    recipe = recipes[0]  # without the keys that vary it might not be valid
-    folder = Path(recipe.output_dir) / "sweep"
-    sweep = Sweep(space, recipe, folder, options.jobs, options.processes, options.optuna)
-    if options.jobs > 1:
-        sweep.gpus = share_gpus(options.jobs, options.processes or 1)
-    claim(sweep)
-    return sweep
+        listed = [*self.ranked(), *(trial for trial in self.trials if trial.value is None)]
+        objective = {"metric": self.recipe.eval.metric, "greater_is_better": self.recipe.greater_is_better}
+        summary: dict[str, Any] = {"sweep": self.identity(), "objective": objective, "trials": [*map(asdict, listed)]}
+        if "seed" in self.space.keys:
+            summary["over_seeds"] = self.over_seeds()
+        write_text(self.folder / SWEEP, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
 
 
 def share_gpus(jobs: int, processes: int) -> list[str]:
@@ -172,49 +280,7 @@ def share_gpus(jobs: int, processes: int) -> list[str]:
     return gpus
 
 
-def identity(sweep: Sweep) -> dict[str, Any]:
-    """Return what makes trials comparable. To the lists of a grid values may be added later, but not to those of Optuna."""
-    from hftune.config.recipe import flat
-
-    space = sweep.space
-    varying = ("output_dir", *space.keys)
-    shared = {
-        key: value
-        for key, value in flat(sweep.recipe.to_dict()).items()
-        if not any(key == name or key.startswith(f"{name}.") for name in varying)
-    }
-    digest = sha256(json.dumps(shared, sort_keys=True, default=str).encode()).hexdigest()
-    own = {"recipe": space.recipe, "fixed": sorted(space.fixed), "keys": space.keys}
-    by = {"by": "grid"} if sweep.num_trials is None else {"by": "optuna", "lists": space.lists}
-    return {**own, **by, "digest": digest}
-
-
-def claim(sweep: Sweep) -> None:
-    """Create the folder, or raise ConfigError if it holds a different sweep."""
-    path = sweep.folder / SWEEP
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))["sweep"]
-    except FileNotFoundError:
-        before = None
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path} cannot be read. Remove it, or set output_dir=... to a different folder.") from error
-    if before is not None:
-        sweep.space.sort_like(before.get("keys", []))  # the names of the trials begin with the first key
-    own = identity(sweep)
-    if before is not None and before != own:
-        changed = next(name for name in own if before.get(name) != own[name])
-        was = (
-            "" if changed == "digest" else f": {changed} {format_value(before.get(changed))}, not {format_value(own[changed])}"
-        )
-        raise ConfigError(f"{sweep.folder} holds a different sweep{was}. Set output_dir=... to a different folder.")
-    try:
-        sweep.folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"sweep": own, "trials": []}), encoding="utf-8") if before is None else None
-    except OSError as error:
-        raise ConfigError(f"{sweep.folder} cannot be written: {error.strerror}. Set output_dir=...") from error
-
-
-def check_same_data(trials: Sequence[Trial], begun: Trial | None = None) -> None:
+def check_same_data(sweep: Sweep, begun: Trial | None = None) -> None:
     """Raise ConfigError if trials are known to be of different data or code, whose scores cannot be compared.
 
     Args:
@@ -223,10 +289,10 @@ def check_same_data(trials: Sequence[Trial], begun: Trial | None = None) -> None
     from hftune.tracking.facts import differing
 
     alike = defaultdict[str, list[Path]](list)
-    for trial in trials:
+    for trial in sweep.trials:
         if trial.state == "finished" or trial is begun:  # keys but these change neither rows nor samples nor code
             own = [word for word in trial.values.items() if word[0].startswith(("task.", "train.optimizer", "train.schedule"))]
-            alike[str(own)].append(trial.folder)
+            alike[str(own)].append(sweep.folder_of(trial))
     for folders in alike.values():
         if found := differing(folders, "data", "code"):
             what = {"data": "The data", "code": "Files of your code"}[found[0]]
@@ -236,18 +302,22 @@ def check_same_data(trials: Sequence[Trial], begun: Trial | None = None) -> None
             )
 
 
-def time_written(trial: Trial) -> float | None:
-    """Return when the run.json of a trial was written, which says what it is trained on; None if there is none."""
-    path = trial.folder / "run.json"
-    return path.stat().st_mtime if path.is_file() else None
+class Running(NamedTuple):
+    """A trial that is being trained."""
+
+    trial: Trial
+    process: subprocess.Popen
+    began: float
+    facts_written: float | None
+    """When its run.json was written, as far as it has been looked at."""
 
 
 class Runner:
     """Keeps up to ``jobs`` trials running, each a process with a log of its own, until none is left or a signal comes."""
 
-    def __init__(self, sweep: Sweep, chooser: Grid | Search):
-        self.sweep, self.chooser = sweep, chooser
-        self.running: dict[int, tuple[Trial, subprocess.Popen, float]] = {}
+    def __init__(self, sweep: Sweep):
+        self.sweep = sweep
+        self.running: dict[int, Running] = {}
         """By slot."""
         self.signal = 0
         """The last signal that asked to stop."""
@@ -270,23 +340,26 @@ class Runner:
                     self._start()
                     if not self.running:
                         return
-                    if self.signal:
-                        self._pass_on()
+                    for one in self.running.values():
+                        if self.signal and one.process.pid not in self._told:
+                            self._told.add(one.process.pid)
+                            one.process.send_signal(signal.SIGTERM)
                     time.sleep(POLL_S)
                     self._collect()
             finally:
-                for _, process, _ in self.running.values():
-                    kill(process)
+                for one in self.running.values():
+                    kill(one.process)
 
     def _start(self) -> None:
         for slot in range(self.sweep.jobs):
             if slot in self.running or self.signal:
                 continue
-            if (trial := self.chooser.next()) is None:
+            if (trial := self.sweep.next()) is None:
                 return
-            trial.folder.mkdir(parents=True, exist_ok=True)
-            trial.state, trial.facts_written = "running", time_written(trial)
-            with (trial.folder / "output.log").open("ab") as log:
+            trial.state, folder = "running", self.sweep.folder_of(trial)
+            folder.mkdir(parents=True, exist_ok=True)
+            self.sweep.write()
+            with (folder / "output.log").open("ab") as log:
                 # A session of its own: the terminal would also send Ctrl-C to it, which would then receive it twice.
                 process = subprocess.Popen(
                     self.sweep.command(trial),
@@ -296,42 +369,35 @@ class Runner:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            self.running[slot] = trial, process, time.monotonic()
+            self.running[slot] = Running(trial, process, time.monotonic(), time_written(folder))
             print(f"{trial.name}: started", flush=True)
 
-    def _pass_on(self) -> None:
-        for _, process, _ in self.running.values():
-            if process.pid not in self._told:
-                self._told.add(process.pid)
-                process.send_signal(signal.SIGTERM)
-
     def _collect(self) -> None:
-        for slot, (trial, process, began) in list(self.running.items()):
-            code = process.poll()
-            if trial.facts_written != (written := time_written(trial)):
-                trial.facts_written = written
-                check_same_data(self.chooser.trials, trial)
-            if code is None:
-                continue
-            del self.running[slot]
-            self._judge(trial, code, time.monotonic() - began)
-            write_summary(self.sweep, self.chooser.trials)
+        for slot, one in list(self.running.items()):
+            code, written = one.process.poll(), time_written(self.sweep.folder_of(one.trial))
+            if one.facts_written != written:
+                self.running[slot] = one._replace(facts_written=written)
+                check_same_data(self.sweep, one.trial)
+            if code is not None:
+                del self.running[slot]
+                self._judge(one.trial, code, time.monotonic() - one.began)
+                self.sweep.write()
 
     def _judge(self, trial: Trial, code: int, seconds: float) -> None:
         from hftune.tracking.console import duration, short
 
-        if code == 0 and trial.read_result() and trial.value is not None:
+        folder = self.sweep.folder_of(trial)
+        if code == 0 and trial.read_result(folder) and trial.value is not None:
             text = f"{self.sweep.recipe.eval.metric} {short(trial.value)} at step {trial.step}  {duration(seconds)}"
-            print(f"{trial.name}: {text}", flush=True)
         elif self.signal and code != 0:
-            trial.state = "stopped"
-            print(f"{trial.name}: stopped", flush=True)
+            trial.state = text = "stopped"
         else:
             trial.state = "failed"
-            trial.error = trial.error or last_line(trial.folder / "output.log") or f"exit code {code}"
-            print(f"{trial.name}: failed: {trial.error} (exit code {code}; see {trial.folder / 'output.log'})", flush=True)
+            trial.error = trial.error or last_line(folder / "output.log") or f"exit code {code}"
+            text = f"failed: {trial.error} (exit code {code}; see {folder / 'output.log'})"
+        print(f"{trial.name}: {text}", flush=True)
         if trial.state != "stopped":
-            self.chooser.ended(trial)
+            self.sweep.ended(trial)
 
     @contextmanager
     def _forwarding(self) -> Iterator[None]:
@@ -343,13 +409,18 @@ class Runner:
             self.signal = number
             self._told.clear()
 
-        numbers = [signal.SIGINT, signal.SIGTERM, *hangup()]
-        before = {number: signal.signal(number, forward) for number in numbers}
+        before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, *hangup())}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def time_written(folder: Path) -> float | None:
+    """Return when run.json was written, which says what a trial is trained on; None if there is none."""
+    path = folder / "run.json"
+    return path.stat().st_mtime if path.is_file() else None
 
 
 def last_line(path: Path) -> str | None:
@@ -359,83 +430,31 @@ def last_line(path: Path) -> str | None:
     return (said or lines or [None])[-1]
 
 
-def best_first(sweep: Sweep, trials: Sequence[Trial]) -> list[Trial]:
-    """Return the finished trials, the best first."""
-    finished = [trial for trial in trials if trial.value is not None]
-    return sorted(finished, key=lambda trial: trial.value or 0.0, reverse=sweep.recipe.greater_is_better)
-
-
-def over_seeds(sweep: Sweep, trials: Sequence[Trial]) -> list[dict[str, Any]]:
-    """Return mean and standard deviation over the seeds, for each combination of the other keys, the best mean first."""
-    groups = defaultdict[tuple[tuple[str, str], ...], list[float]](list)
-    for trial in trials:
-        if trial.value is not None:
-            groups[tuple((key, value) for key, value in trial.values.items() if key != "seed")].append(trial.value)
-    rows = [
-        {
-            "values": dict(key),
-            "mean": statistics.fmean(values),
-            "deviation": statistics.stdev(values) if len(values) > 1 else None,
-            "trials": len(values),
-        }
-        for key, values in groups.items()
-    ]
-    return sorted(rows, key=lambda row: row["mean"], reverse=sweep.recipe.greater_is_better)
-
-
-def write_summary(sweep: Sweep, trials: Sequence[Trial]) -> None:
-    """Write sweep.json: what was swept, and the trials, the best first."""
-    from hftune.atomic import write_text
-
-    names = ("name", "values", "state", "value", "step", "seconds", "error")
-    listed = [*best_first(sweep, trials), *(trial for trial in trials if trial.value is None)]
-    objective = {"metric": sweep.recipe.eval.metric, "greater_is_better": sweep.recipe.greater_is_better}
-    summary: dict[str, Any] = {"sweep": identity(sweep), "objective": objective}
-    summary["trials"] = [{name: getattr(trial, name) for name in names} for trial in listed]
-    if "seed" in sweep.space.keys:
-        summary["over_seeds"] = over_seeds(sweep, trials)
-    write_text(sweep.folder / SWEEP, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
-
-
-def show(sweep: Sweep, trials: Sequence[Trial]) -> None:
-    """Print the tables, and write the page that compares the trials."""
+def show(sweep: Sweep) -> None:
+    """Print a table of the finished trials and one of the means over the seeds; write the page that compares the trials."""
     from hftune.commands.report import write
     from hftune.reporting.page import page
-    from hftune.tracking.console import aligned
+    from hftune.tracking.console import aligned, duration, short
 
-    ranked = best_first(sweep, trials)
+    ranked, keys, metric = sweep.ranked(), sweep.space.keys, sweep.recipe.eval.metric
     if not ranked:
         return
-    print("", *aligned(trial_rows(sweep, ranked)), sep="\n", flush=True)
-    if "seed" in sweep.space.keys and len(sweep.space.keys) > 1:
-        print("", *aligned(seed_rows(sweep, trials)), sep="\n", flush=True)
-    compared = [trial.folder for trial in ranked[:MAX_COMPARED]]
-    write(sweep.folder / "compare.html", page(compared, are_selected=len(ranked) > MAX_COMPARED))
-    what = f"the best {MAX_COMPARED}" if len(ranked) > MAX_COMPARED else "all"
-    print(f"\nbest: {ranked[0].folder}\n{sweep.folder / 'compare.html'} compares {what}; {sweep.folder / SWEEP} lists them.")
-
-
-def trial_rows(sweep: Sweep, ranked: Sequence[Trial]) -> list[list[str]]:
-    """Return the table of the finished trials: each value has a bar, one mark for the worst."""
-    from hftune.tracking.console import duration, short
-
-    rows = [[*sweep.space.keys, sweep.recipe.eval.metric, "", "at step", "time"]]
     best, worst = ranked[0].value or 0.0, ranked[-1].value or 0.0
+    rows = [[*keys, metric, "", "at step", "time"]]
     for trial in ranked:
-        value = trial.value or 0.0
+        value, seconds = trial.value or 0.0, trial.seconds
         marks = 1 + round((BAR_COLUMNS - 1) * ((value - worst) / (best - worst) if best != worst else 1))
-        own = [trial.values[key] for key in sweep.space.keys]
-        time_s = "" if trial.seconds is None else duration(trial.seconds)
-        rows.append([*own, short(value), "\N{BLACK SQUARE}" * marks, str(trial.step), time_s])
-    return rows
-
-
-def seed_rows(sweep: Sweep, trials: Sequence[Trial]) -> list[list[str]]:
-    """Return the table of the means over the seeds."""
-    from hftune.tracking.console import short
-
-    rows = [[*(key for key in sweep.space.keys if key != "seed"), f"mean {sweep.recipe.eval.metric}", "", "seeds"]]
-    for row in over_seeds(sweep, trials):
-        deviation = "" if row["deviation"] is None else f"± {short(row['deviation'])}"
-        rows.append([*row["values"].values(), short(row["mean"]), deviation, str(row["trials"])])
-    return rows
+        cells = [short(value), "\N{BLACK SQUARE}" * marks, str(trial.step), "" if seconds is None else duration(seconds)]
+        rows.append([*(trial.values[key] for key in keys), *cells])
+    print("", *aligned(rows), sep="\n", flush=True)
+    if "seed" in keys and len(keys) > 1:
+        rows = [[*(key for key in keys if key != "seed"), f"mean {metric}", "", "seeds"]]
+        for row in sweep.over_seeds():
+            deviation = "" if row["deviation"] is None else f"± {short(row['deviation'])}"
+            rows.append([*row["values"].values(), short(row["mean"]), deviation, str(row["trials"])])
+        print("", *aligned(rows), sep="\n", flush=True)
+    has_more = len(ranked) > MAX_COMPARED
+    compared = [sweep.folder_of(trial) for trial in ranked[:MAX_COMPARED]]
+    write(sweep.folder / "compare.html", page(compared, are_selected=has_more))
+    what = f"the best {MAX_COMPARED}" if has_more else "all"
+    print(f"\nbest: {compared[0]}\n{sweep.folder / 'compare.html'} compares {what}; {sweep.folder / SWEEP} lists them.")

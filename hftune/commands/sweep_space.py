@@ -1,4 +1,4 @@
-"""What a sweep tries: lists of values with commas between, or ranges, and the trials that are made of them. Runs nothing."""
+"""What a sweep tries: lists of values with commas between, or ranges, read from its words; and its trials. Runs nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hftune.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hftune.config import Recipe
 
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 RANGE = re.compile(rf"({NUMBER})\.\.({NUMBER})")
@@ -26,62 +23,47 @@ LOG_FROM = 10
 """Ratio of its ends from which a range is searched by orders of magnitude."""
 
 
-@dataclass(frozen=True)
-class Range:
-    """Numbers between two ends, both included."""
-
-    low: float
-    high: float
-
-    @property
-    def is_whole(self) -> bool:
-        return isinstance(self.low, int) and isinstance(self.high, int)
-
-    @property
-    def is_log(self) -> bool:
-        return self.low > 0 and self.high / self.low >= LOG_FROM
-
-    @property
-    def distribution(self) -> Any:
-        """What Optuna draws from."""
-        from optuna.distributions import FloatDistribution, IntDistribution
-
-        if self.is_whole:
-            return IntDistribution(int(self.low), int(self.high), log=self.is_log)
-        return FloatDistribution(self.low, self.high, log=self.is_log)
-
-
 @dataclass
 class Space:
     """The words of a sweep."""
 
-    recipe: str
-    fixed: list[str]
+    recipe: str = ""
+    fixed: list[str] = field(default_factory=list)
     """Overrides that all trials have."""
     lists: dict[str, list[str]] = field(default_factory=dict)
     """Values by key, as they were typed."""
-    ranges: dict[str, Range] = field(default_factory=dict)
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Both ends, which are included: whole numbers if both were typed as such."""
 
     @property
     def keys(self) -> list[str]:
-        return [*self.lists, *self.ranges]
+        """The keys that vary; the order of the words does not count, and the seed comes last."""
+        return sorted([*self.lists, *self.ranges], key=lambda key: (key == "seed", key))
 
-    def sort_like(self, keys: Sequence[str]) -> None:
-        """Put the keys into this order, if they are the same."""
-        if set(keys) == set(self.keys):
-            self.lists = {key: self.lists[key] for key in keys if key in self.lists}
-            self.ranges = {key: self.ranges[key] for key in keys if key in self.ranges}
+    def words(self, values: Mapping[str, str]) -> list[str]:
+        """Return the recipe and the overrides of a trial."""
+        return [f"recipe={self.recipe}", *self.fixed, *(f"{key}={value}" for key, value in values.items())]
 
     def grid(self) -> list[dict[str, str]]:
         """Return the values of each trial, by key: all combinations of the lists."""
-        return [dict(zip(self.lists, values, strict=True)) for values in product(*self.lists.values())]
+        keys = [key for key in self.keys if key in self.lists]
+        return [dict(zip(keys, values, strict=True)) for values in product(*(self.lists[key] for key in keys))]
 
     def corners(self) -> Iterator[dict[str, str]]:
         """Yield a few trials that have each value of each list, and each end of each range."""
-        ends = {key: [spell(part.low), spell(part.high)] for key, part in self.ranges.items()}
-        columns = {**self.lists, **ends}
+        columns = {**self.lists, **{key: [*map(spell, ends)] for key, ends in self.ranges.items()}}
         for index in range(max(map(len, columns.values()))):
-            yield {key: values[min(index, len(values) - 1)] for key, values in columns.items()}
+            yield {key: columns[key][min(index, len(columns[key]) - 1)] for key in self.keys}
+
+    def distribution(self, key: str, known: str | None = None) -> Any:
+        """Return what Optuna draws a key from; ``known``: a value drawn earlier, which another range may have had."""
+        from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+        if key in self.lists:
+            return CategoricalDistribution(self.lists[key])
+        ends = [*self.ranges[key], *([] if known is None else [number(known)])]
+        kind = IntDistribution if all(isinstance(end, int) for end in ends) else FloatDistribution
+        return kind(min(ends), max(ends), log=min(ends) > 0 and max(ends) / min(ends) >= LOG_FROM)
 
 
 def parse(words: Sequence[str]) -> Space:
@@ -92,8 +74,7 @@ def parse(words: Sequence[str]) -> Space:
     Raises:
         ConfigError: no recipe is named, or several; a value or a key is named twice; or nothing varies.
     """
-    space = Space("", [])
-    recipes = []
+    space, recipes = Space(), []
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
@@ -105,10 +86,10 @@ def parse(words: Sequence[str]) -> Space:
             raise ConfigError(f"{key} is given twice. List its values with commas: {key}=A,B.")
         values = split(text)
         if found := RANGE.fullmatch(text):
-            low, high = (int(end) if re.fullmatch(r"[+-]?\d+", end) else float(end) for end in found.groups())
+            low, high = map(number, found.groups())
             if not low < high:
                 raise ConfigError(f"{word}: the first end must be below the second.")
-            space.ranges[key] = Range(low, high)
+            space.ranges[key] = low, high
         elif len(values) == 1:
             space.fixed.append(word)
         elif len(set(values)) < len(values) or "" in values:
@@ -135,10 +116,8 @@ def split(text: str) -> list[str]:
             quote = "" if letter == quote else quote
         elif letter in "\"'":
             quote = letter
-        elif letter in "[{(":
-            depth += 1
-        elif letter in "]})":
-            depth -= 1
+        else:
+            depth += (letter in "[{(") - (letter in "]})")
         if letter == "," and not quote and depth <= 0:
             parts.append("")
         else:
@@ -146,24 +125,23 @@ def split(text: str) -> list[str]:
     return parts
 
 
+def number(text: str) -> float:
+    """Read a number: an int if it is written as one."""
+    return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+
+
 def spell(value: float) -> str:
     """Write a number as a recipe has it, with at most four digits of a fraction's value."""
     return str(value) if isinstance(value, int) else repr(float(f"{value:.4g}")) if math.isfinite(value) else str(value)
 
 
-def trial_name(values: Mapping[str, str], keys: Sequence[str]) -> str:
-    """Return a readable name for a folder: "lr_1e-5_seed_1"; a long one ends in a digest instead.
-
-    Args:
-        keys: those of the whole sweep. The last parts of their names are enough if these differ.
-    """
-    lasts = [key.rpartition(".")[2] for key in keys]
-    short = len(set(lasts)) == len(lasts)
-    words = [f"{key.rpartition('.')[2] if short else key}_{value}" for key, value in values.items()]
-    name = re.sub(r"[^\w.+-]+", "-", "_".join(words)).strip("-")
-    plain = re.sub(r"[^\w.+-]+", "", "_".join(words))
-    is_exact = plain == "_".join(words) and len(name) <= MAX_NAME
-    return name if is_exact else f"{name[:MAX_NAME]}-{sha256('_'.join(words).encode()).hexdigest()[:6]}"
+def trial_name(values: Mapping[str, str]) -> str:
+    """Return a readable name for a folder: "lr_1e-5_seed_1"; a long one ends in a digest instead."""
+    lasts = [key.rpartition(".")[2] for key in values]
+    names = lasts if len(set(lasts)) == len(lasts) else values
+    words = "_".join(f"{name}_{value}" for name, value in zip(names, values.values(), strict=True))
+    name = re.sub(r"[^\w.+-]+", "-", words).strip("-")
+    return name if name == words and len(name) <= MAX_NAME else f"{name[:MAX_NAME]}-{sha256(words.encode()).hexdigest()[:6]}"
 
 
 @dataclass
@@ -172,9 +150,6 @@ class Trial:
 
     name: str
     values: dict[str, str]
-    folder: Path
-    number: int | None = None
-    """Optuna's."""
     state: str = "waiting"
     """waiting, running, finished, failed or stopped."""
     value: float | None = None
@@ -182,13 +157,11 @@ class Trial:
     step: int | None = None
     seconds: float | None = None
     error: str | None = None
-    facts_written: float | None = None
-    """When its run.json was written, as far as it has been looked at."""
 
-    def read_result(self) -> bool:
+    def read_result(self, folder: Path) -> bool:
         """Take over the result of a finished run, and return whether there is one."""
         try:
-            result = json.loads((self.folder / "result.json").read_text(encoding="utf-8"))
+            result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return False
         best = result.get("best") or {}
@@ -198,85 +171,3 @@ class Trial:
             return True
         self.state, self.value, self.step, self.seconds = "finished", best["value"], best.get("step"), result.get("seconds")
         return True
-
-
-class Grid:
-    """Chooses all combinations of the listed values, in order."""
-
-    def __init__(self, space: Space, folder: Path):
-        names = [(trial_name(values, space.keys), values) for values in space.grid()]
-        self.trials = [Trial(name, values, folder / name) for name, values in names]
-        """All of them, finished ones included."""
-        self._waiting = [trial for trial in self.trials if not trial.read_result()]
-
-    def next(self) -> Trial | None:
-        """Return a trial that is not finished; None if there is none to start now."""
-        return self._waiting.pop(0) if self._waiting else None
-
-    def ended(self, trial: Trial) -> None:
-        """Take note of a trial that has finished or failed."""
-
-
-class Search:
-    """Lets Optuna choose the values, by its tree-structured Parzen estimator, seeded by the recipe's seed.
-
-    Its journal is in the sweep's folder, so that a search goes on where it was stopped.
-    """
-
-    def __init__(self, space: Space, folder: Path, num_trials: int, recipe: Recipe):
-        import optuna
-        from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend
-
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._states = optuna.trial.TrialState
-        self._space, self._folder, self._num_trials = space, folder, num_trials
-        self._distributions = {
-            **{key: optuna.distributions.CategoricalDistribution(values) for key, values in space.lists.items()},
-            **{key: part.distribution for key, part in space.ranges.items()},
-        }
-        storage = JournalStorage(JournalFileBackend(str(folder / "optuna.log")))
-        direction = "maximize" if recipe.greater_is_better else "minimize"
-        self.study = optuna.create_study(storage=storage, study_name="sweep", direction=direction, load_if_exists=True)
-        begun = self.study.get_trials(deepcopy=False)
-        # A sampler that starts again with the same seed would repeat its first draws.
-        self.study.sampler = optuna.samplers.TPESampler(seed=(recipe.seed + len(begun)) % 2**32, constant_liar=True)
-        self.trials: list[Trial] = []
-        self._interrupted: list[Trial] = []
-        for known in begun:
-            self._take_up(known)
-
-    def _take_up(self, known: Any) -> None:
-        is_running = known.state == self._states.RUNNING
-        if is_running and known.params.keys() != self._distributions.keys():
-            self.study.tell(known.number, state=self._states.FAIL)  # ended before all its values were drawn
-            return
-        trial = self._trial(known.number, known.params)
-        if known.state == self._states.FAIL:
-            trial.state = "failed"
-        elif trial.read_result() and is_running:  # killed after the training
-            self.ended(trial)
-        elif is_running:
-            self._interrupted.append(trial)
-
-    def next(self) -> Trial | None:
-        """Return an interrupted trial, or a new one."""
-        if self._interrupted:
-            return self._interrupted.pop(0)
-        if len(self.trials) >= self._num_trials:
-            return None
-        asked = self.study.ask(self._distributions)
-        return self._trial(asked.number, asked.params)
-
-    def ended(self, trial: Trial) -> None:
-        if trial.value is None:
-            self.study.tell(trial.number, state=self._states.FAIL)
-        else:
-            self.study.tell(trial.number, trial.value)
-
-    def _trial(self, number: int, params: Mapping[str, Any]) -> Trial:
-        values = {key: value if isinstance(value, str) else spell(value) for key, value in params.items()}
-        values = {key: values[key] for key in self._space.keys if key in values}
-        name = f"{number:04d}_{trial_name(values, self._space.keys)}"
-        self.trials.append(Trial(name, values, self._folder / name, number))
-        return self.trials[-1]

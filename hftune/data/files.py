@@ -14,7 +14,7 @@ from typing import Any
 
 from hftune.config.shipped_files import recipe_names
 from hftune.data.hub import commit_of, name_problems
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, DataError
 
 FILE_FORMATS = ("json", "csv", "parquet", "arrow", "text")
 """Formats of ``task.data_files``, named as the builders of datasets."""
@@ -27,6 +27,25 @@ EXCEL = (".xlsx", ".xls")
 """Suffixes of files that spreadsheet programs write, and that must be saved as csv first."""
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 """Suffixes of compressed files, which datasets decompresses."""
+
+
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
+"""Suffixes of image files; other files of a folder of images are ignored."""
+
+
+def list_images(folder: Path, source: str) -> list[Path]:
+    """Return the images in a folder and below, sorted, without hidden ones, such as an editor's copies.
+
+    Raises:
+        DataError: beginning with ``source``, there are none.
+    """
+    if not folder.is_dir():
+        raise DataError(f"{source}: there is no folder {folder}.")
+    shown = (path for path in folder.rglob("*") if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    files = sorted(path for path in shown if path.suffix.lower() in IMAGES and path.is_file())
+    if not files:
+        raise DataError(f"{source}: {folder} has no images ({', '.join(IMAGES)}).")
+    return files
 
 
 def check_corpus(files: Sequence[str]) -> None:

@@ -19,13 +19,12 @@ from PIL import Image
 
 from hftune.data.cache import cached_arrays, idle_cores
 from hftune.data.damage import draw_mask
+from hftune.data.files import list_images
 from hftune.data.images import check_depth, name_of, open_stored, read_image, states_of_files, upright_size, with_file
 from hftune.errors import DataError
 
 MIN_SIDE = 16
 """Minimum height and width in pixels."""
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
-"""Suffixes of image files; other files of a folder are ignored."""
 MASK_KEY = 20201
 """First number of the seed of fixed random masks. Masks in training have seeds of three numbers."""
 
@@ -88,21 +87,6 @@ def load_folder(folder: Path, source: str, columns: Sequence[str]) -> datasets.D
         paths = paired({column: folder / column for column in columns}, source)
     kind = datasets.Features({name: datasets.Image(decode=False) for name in paths})
     return datasets.Dataset.from_dict({name: [{"path": str(path)} for path in files] for name, files in paths.items()}, kind)
-
-
-def list_images(folder: Path, source: str) -> list[Path]:
-    """Return the images in a folder and below, sorted, without hidden ones, such as an editor's copies.
-
-    Raises:
-        DataError: beginning with ``source``, there are none.
-    """
-    if not folder.is_dir():
-        raise DataError(f"{source}: there is no folder {folder}.")
-    shown = (path for path in folder.rglob("*") if not any(part.startswith(".") for part in path.relative_to(folder).parts))
-    files = sorted(path for path in shown if path.suffix.lower() in SUFFIXES and path.is_file())
-    if not files:
-        raise DataError(f"{source}: {folder} has no images ({', '.join(SUFFIXES)}).")
-    return files
 
 
 def paired(folders: Mapping[str, Path], source: str) -> dict[str, list[Path]]:

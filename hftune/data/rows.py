@@ -151,8 +151,11 @@ def _has_stray_quotes(path: str) -> bool:
     return False
 
 
-def load_files(kind: str, source: str, files: Sequence[str], split: str) -> datasets.Dataset:
+def load_files(kind: str, source: str, files: Sequence[str], split: str, as_written: bool = False) -> datasets.Dataset:
     """Call ``load`` for files of one of the formats of ``FORMAT_OF``.
+
+    Args:
+        as_written: of csv and tsv files, leave all cells the texts that they are.
 
     Raises:
         DataError: they cannot be loaded, hold texts that are not UTF-8, or rows of a csv file have been lost.
@@ -163,9 +166,15 @@ def load_files(kind: str, source: str, files: Sequence[str], split: str) -> data
             cached_value(["is UTF-8", rows._fingerprint], lambda: _check_characters(rows, source))
         return rows
     separator = "\t" if kind == "tsv" else ","
-    converters = dict.fromkeys(_text_columns(files, separator), _as_written)
+    converters = dict.fromkeys(_text_columns(files, separator, as_written), lambda cell: cell or None)
     rows = load("csv", source, data_files={split: files}, split=split, sep=separator, converters=converters)
-    check_lost_rows(rows, source, files, separator)
+    row = _swallowing_row(rows, separator)
+    # Texts of several lines are usual in csv files, whose writers quote them well.
+    if row is not None and (separator == "\t" or any(map(_has_stray_quotes, chain.from_iterable(map(local_files, files))))):
+        raise DataError(
+            f'{source}: a cell of row {row} has the lines of several rows, as a quote (") begins it that belongs to the '
+            "text. Put such cells into quotes and double the quotes inside, or save the rows as jsonl or parquet."
+        )
     return rows
 
 
@@ -178,8 +187,8 @@ def _check_characters(rows: datasets.Dataset, source: str) -> None:
             raise DataError(f"{source} is not UTF-8 in column {name!r}: {what}. Convert its file.") from error
 
 
-def _text_columns(files: Sequence[str], separator: str) -> list[str]:
-    """Return the columns of texts of csv files, by the beginning of the first one.
+def _text_columns(files: Sequence[str], separator: str, are_all: bool) -> list[str]:
+    """Return the columns of texts of csv files, or all columns, by the beginning of the first file.
 
     What pandas makes of a column, it decides anew for each 10,000 rows and for each file. Of texts, which all have nothing but
     numbers there, it would make numbers, and 7 of 007.
@@ -187,27 +196,12 @@ def _text_columns(files: Sequence[str], separator: str) -> list[str]:
     from pandas.api.types import is_numeric_dtype
 
     try:
-        with refusing_lost_cells():
+        with _refusing_lost_cells():
             path = sorted(local_files(files[0]))[0]
             cells = pandas.read_csv(path, sep=separator, nrows=10_000, **READER_OPTIONS["csv"])
     except (IndexError, ValueError, OSError, Warning):  # on the web, or not a csv file, as ``load`` will say
         return []
-    return [name for name, kind in cells.dtypes.items() if not is_numeric_dtype(kind)]
-
-
-def _as_written(cell: str) -> str | None:
-    return cell or None
-
-
-def check_lost_rows(rows: datasets.Dataset, source: str, files: Sequence[str], separator: str) -> None:
-    """Raise DataError if a cell of a csv file has swallowed rows, as a quote begins it that belongs to the text."""
-    row = _swallowing_row(rows, separator)
-    # Texts of several lines are usual in csv files, whose writers quote them well.
-    if row is not None and (separator == "\t" or any(map(_has_stray_quotes, chain.from_iterable(map(local_files, files))))):
-        raise DataError(
-            f'{source}: a cell of row {row} has the lines of several rows, as a quote (") begins it that belongs to the '
-            "text. Put such cells into quotes and double the quotes inside, or save the rows as jsonl or parquet."
-        )
+    return [name for name, kind in cells.dtypes.items() if are_all or not is_numeric_dtype(kind)]
 
 
 def _from_hub(source: Source, source_split: str) -> datasets.Dataset:
@@ -269,10 +263,10 @@ def load(dataset: str, source: str, instead: str = INSTEAD, **kwargs: Any) -> da
         DataError: the data cannot be loaded.
     """
     try:
-        with refusing_lost_cells() if dataset == "csv" else nullcontext():
+        with _refusing_lost_cells() if dataset == "csv" else nullcontext():
             return datasets.load_dataset(dataset, **READER_OPTIONS.get(dataset, {}), **kwargs)
     except StopIteration:  # as the json reader of datasets fails on a file without lines
-        return []
+        return datasets.Dataset.from_dict({})
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, Warning):
             raise DataError(f"{source} cannot be read as {dataset}: {SURPLUS}") from error
@@ -282,11 +276,13 @@ def load(dataset: str, source: str, instead: str = INSTEAD, **kwargs: Any) -> da
     except (ConnectionError, FileNotFoundError) as error:
         raise DataError(f"{source} cannot be loaded: {error} Name files: {instead}.") from error
     except ValueError as error:  # as datasets reports an unknown split or configuration
+        if "corresponds to no data" in str(error):  # or a csv file with nothing but a header
+            return datasets.Dataset.from_dict({})
         raise DataError(f"{source} cannot be loaded: {error}") from error
 
 
 @contextmanager
-def refusing_lost_cells() -> Iterator[None]:
+def _refusing_lost_cells() -> Iterator[None]:
     """Raise pandas' warning of csv lines that have more cells than the header, which would be left out."""
     from pandas.errors import ParserWarning
 

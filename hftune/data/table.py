@@ -12,20 +12,17 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hftune.data.files import FORMAT_OF, NOT_UTF8, PACKED, SURPLUS, format_of
+from hftune.data.files import FORMAT_OF, format_of, list_images
 from hftune.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
     import datasets
-    import pandas
     import pyarrow
 
 WRITTEN = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".parquet": "parquet"}
 """Format to write by suffix."""
 SOURCES = f"file ({', '.join(FORMAT_OF)}), folder of images, or data set on the Hub (owner/name[:split])"
 """What ``read_table`` reads, in words."""
-IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-"""Suffixes of the files of a folder of images."""
 CHUNK = 1000
 """Rows in memory at a time."""
 
@@ -78,28 +75,26 @@ def _from_folder(name: str, folder: Path) -> Table:
     """List the images of a folder and of those below it, by path."""
     import datasets
 
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGES and not path.name.startswith("."))
-    if not files:
-        raise DataError(f"--data {name} is a folder without images ({', '.join(IMAGES)}). For a table, name its file.")
-    stamps = [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-    rows = datasets.Dataset.from_dict({"image": [relative for relative, *_ in stamps]})
+    files = [(str(path.relative_to(folder)), path.stat()) for path in list_images(folder, f"--data {name}")]
+    rows = datasets.Dataset.from_dict({"image": [relative for relative, _ in files]})
+    stamps = [[relative, state.st_size, state.st_mtime_ns] for relative, state in files]
     return Table(name, rows, sha256(json.dumps(stamps).encode()).hexdigest(), folder)
 
 
 def _from_file(name: str, path: Path) -> Table:
+    from hftune.data.rows import load_files
+
     kind = format_of(path.name)
     if kind is None:
         raise DataError(f"--data {name}: its name does not end in one of {', '.join(FORMAT_OF)}.")
+    try:
+        rows = load_files(kind, f"--data {name}", [str(path)], "test", as_written=True)
+    except DataError as error:
+        raise DataError(str(error).partition(" Name files:")[0]) from error
     if kind in ("csv", "tsv"):
-        rows = _read_csv(name, path, "\t" if kind == "tsv" else ",")
-    else:
-        from hftune.data.rows import load_files
-
-        try:
-            rows = load_files(kind, f"--data {name}", [str(path)], "test")
-        except DataError as error:
-            raise DataError(str(error).partition(" Name files:")[0]) from error
-        rows = _with_dates_as_written(rows, path) if kind == "json" else rows
+        rows = _with_numbers(rows)
+    elif kind == "json":
+        rows = _with_dates_as_written(rows, path)
     with path.open("rb") as file:
         return Table(name, rows, file_digest(file, "sha256").hexdigest(), path.parent)
 
@@ -128,37 +123,16 @@ def _json_values(text: str) -> Iterator[Any]:
         yield from value if isinstance(value, list) else [value]
 
 
-def _read_csv(name: str, path: Path, separator: str) -> datasets.Dataset:
-    """Read cells as they are written: an id such as 007 stays one."""
+def _with_numbers(rows: datasets.Dataset) -> datasets.Dataset:
+    """Make whole numbers of the columns that hold nothing else, written as they would be read, which 007 would not be."""
     import datasets
-    import pandas
+    import pyarrow.compute as pc
 
-    from hftune.data.rows import READER_OPTIONS, check_lost_rows, refusing_lost_cells
-
-    try:
-        with refusing_lost_cells():
-            cells = pandas.read_csv(path, sep=separator, dtype=str, **READER_OPTIONS["csv"])
-    except pandas.errors.ParserWarning as error:
-        raise DataError(f"--data {name} cannot be read as csv: {SURPLUS}") from error
-    except pandas.errors.EmptyDataError as error:
-        raise DataError(f"--data {name} is empty.") from error
-    except (pandas.errors.ParserError, UnicodeDecodeError, OSError) as error:
-        reason = str(error).strip().rstrip(".")
-        advice = f" {NOT_UTF8}" if isinstance(error, UnicodeDecodeError) else ""
-        raise DataError(f"--data {name} cannot be read as csv: {reason}.{advice}") from error
-    rows = datasets.Dataset.from_pandas(cells.apply(_as_numbers), preserve_index=False)
-    check_lost_rows(rows, f"--data {name}", [str(path)], separator)
+    for name in rows.column_names:
+        cells = rows.data.column(name).cast("string").drop_null()
+        if len(cells) and pc.all(pc.match_substring_regex(cells, r"^(-?[1-9]\d{0,17}|0)$")).as_py():
+            rows = rows.cast_column(name, datasets.Value("int64"))
     return rows
-
-
-def _as_numbers(texts: pandas.Series) -> pandas.Series:
-    """Return a column as whole numbers if they are written as they were read, which 007 would not be."""
-    import pandas
-
-    given = texts.dropna()
-    if not given.str.fullmatch(r"-?[1-9]\d{0,17}|0").all() or not len(given):
-        return texts
-    return pandas.to_numeric(given).astype("Int64").reindex(texts.index)
 
 
 def _from_hub(name: str, config: str | None) -> Table:
@@ -249,11 +223,3 @@ def _chunks(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any
     iterator = iter(rows)
     while chunk := list(islice(iterator, CHUNK)):
         yield chunk
-
-
-def suffix_problem(path: Path) -> str | None:
-    """Return why a table cannot be written to this path by its name; None if it can."""
-    if path.suffix.lower() in WRITTEN:
-        return None
-    packed = " Compress it afterwards." if path.suffix.lower() in PACKED else ""
-    return f"--output {path}: its name does not end in one of {', '.join(WRITTEN)}.{packed}"

@@ -172,14 +172,11 @@ class Plan:
 
     recipe: str
     processes: int
-    machines: int
     data: Data
     steps: Steps
     work: Work
     learning_rate: list[Rate]
     """At a few characteristic steps."""
-    learning_rate_curve: list[float]
-    """Of steps that are evenly spread from the first to the last."""
     evaluations: list[int]
     """Steps that an evaluation follows."""
     checkpoints: list[int]
@@ -203,8 +200,6 @@ class Plan:
         return asdict(self)
 
 
-CURVE = 64
-"""Steps, evenly spread, whose learning rate is drawn."""
 OFTEN_USED = (2, 4, 8)
 """Numbers of processes that the balance is shown for, whatever number is planned."""
 
@@ -212,18 +207,18 @@ Collate = Callable[[list[Any]], dict[str, Any]]
 """Makes a batch of samples."""
 
 
-def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | None = None, device: str | None = None) -> Plan:
+def make_plan(recipe: Recipe, num_processes: int = 1, device: str | None = None) -> Plan:
     """Plan a run of a recipe. The data are prepared as for training; the model is built without weights.
 
     Args:
         num_processes: processes that would train, on all machines.
-        gpus_per_machine: processes per machine. None: all on one.
         device: "cpu" or "cuda", to estimate the memory for. None: the device that this machine would train on.
 
     Raises:
-        ConfigError, DataError: as ``train`` does, and for numbers of processes that do not fit together.
+        ConfigError, DataError: as ``train`` does, and for fewer than one process.
     """
-    num_machines = count_machines(num_processes, gpus_per_machine)
+    if num_processes < 1:
+        raise ConfigError(f"--processes {num_processes} must be at least 1.")
     recipe.validate()
     check_names(recipe)
     unsure: list[str] = []
@@ -246,16 +241,19 @@ def make_plan(recipe: Recipe, num_processes: int = 1, gpus_per_machine: int | No
     check_schedule(config, num_steps, per_epoch)
     check_skip(config, num_steps)
     found = survey(batches, num_steps, dp_size, parallel)
-    drawn = np.linspace(0, num_steps - 1, min(CURVE, num_steps)).round().astype(int).tolist()
+    warmup, moments = num_warmup_steps(num_steps, config), {1: "first"}
+    if 0 < warmup < num_steps:
+        moments.setdefault(warmup + 1, "peak, after the warmup")
+    moments.setdefault(num_steps, "last")
+    for quarter, name in enumerate(("a quarter", "half", "three quarters"), start=1):
+        moments.setdefault(max(1, num_steps * quarter // 4), name)
     plan = Plan(
         recipe.recipe,
         num_processes,
-        num_machines,
         replace(found.data, eval_samples=len(datasets.get("eval", ()))),
         Steps(num_steps, per_epoch, num_steps / per_epoch, batches.batch_size),
         found.work,
-        learning_rates(recipe, num_steps, per_epoch),
-        [lr_at(step, num_steps, config, per_epoch) for step in drawn],
+        [Rate(step, lr_at(step - 1, num_steps, config, per_epoch), moments[step]) for step in sorted(moments)],
         falls_on(recipe.eval, num_steps, per_epoch),
         falls_on(recipe.checkpoint, num_steps, per_epoch),
     )
@@ -297,23 +295,6 @@ def planned_batches(recipe: Recipe, batches: BatchPlan, model: nn.Module | None)
         compute_padding(model)
         return batches, recipe.task.collate
     return without_padding(recipe.train, batches, recipe.parallel.pipeline_stages), collate_for(model, recipe.task)
-
-
-def count_machines(num_processes: int, gpus_per_machine: int | None) -> int:
-    """Return the number of machines that these processes take, or raise ConfigError."""
-    for name, value in (("--processes", num_processes), ("--gpus-per-machine", gpus_per_machine)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} {value} must be at least 1.")
-    if gpus_per_machine is None:
-        return 1
-    if num_processes % gpus_per_machine:
-        below = num_processes // gpus_per_machine * gpus_per_machine
-        near = f"{below} or {below + gpus_per_machine}" if below else str(gpus_per_machine)
-        raise ConfigError(
-            f"--processes {num_processes} is not a multiple of --gpus-per-machine {gpus_per_machine}: each machine runs one "
-            f"process on each of its GPUs. Use --processes {near}."
-        )
-    return num_processes // gpus_per_machine
 
 
 @dataclass
@@ -409,18 +390,6 @@ def weigh(
             heaviest[kind, is_first] = Candidate(size, parts, is_first)
 
 
-def learning_rates(recipe: Recipe, num_steps: int, steps_per_epoch: int) -> list[Rate]:
-    """Return the learning rates at a few characteristic steps."""
-    warmup = num_warmup_steps(num_steps, recipe.train)
-    names = {1: "first"}
-    if 0 < warmup < num_steps:
-        names.setdefault(warmup + 1, "peak, after the warmup")
-    names.setdefault(num_steps, "last")
-    for quarter, name in enumerate(("a quarter", "half", "three quarters"), start=1):
-        names.setdefault(max(1, num_steps * quarter // 4), name)
-    return [Rate(step, lr_at(step - 1, num_steps, recipe.train, steps_per_epoch), names[step]) for step in sorted(names)]
-
-
 def falls_on(config: EvalConfig | CheckpointConfig, num_steps: int, steps_per_epoch: int) -> list[int]:
     """List the steps that an evaluation, or a checkpoint, follows."""
     return [step for step in range(1, num_steps + 1) if config.falls_on(step, num_steps, steps_per_epoch)]
@@ -474,7 +443,16 @@ def add_model(
         as_fake(model, device)
         try:
             optimizer = build_optimizer(model.train(), recipe)
-            plan.groups = groups_of(optimizer, model)
+            names = {parameter: name for name, parameter in model.named_parameters()}
+            plan.groups = [
+                Group(
+                    sum(parameter.numel() for parameter in group["params"]),
+                    group["lr"],
+                    group.get("weight_decay"),
+                    [names[parameter] for parameter in group["params"]],
+                )
+                for group in optimizer.param_groups
+            ]
             make_optimizer_state(optimizer)
         except (ConfigError, *NEEDS_VALUES) as error:
             cause = error.__cause__ if isinstance(error, ConfigError) else error
@@ -496,20 +474,6 @@ def add_model(
         classes = class_names((module, "") for module in model.modules() if has_running_statistics(module))
         if sentence := notice(classes, recipe.train.batch_norm, recipe.train.micro_batch_size):
             plan.notices.append(sentence)
-
-
-def groups_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Group]:
-    """Describe the parameter groups of an optimizer."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return [
-        Group(
-            sum(parameter.numel() for parameter in group["params"]),
-            group["lr"],
-            group.get("weight_decay"),
-            [names[parameter] for parameter in group["params"]],
-        )
-        for group in optimizer.param_groups
-    ]
 
 
 def count_in_process(

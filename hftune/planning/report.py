@@ -14,19 +14,12 @@ HEADING = 15
 """Columns that the headings take."""
 LINE = 96
 """Columns of a line of text behind the heading."""
-CURVE_LINES = 4
-"""Lines of the curve of the learning rate."""
-MIN_POINTS = 16
-"""Points of a curve that is worth drawing."""
 BAR = 20
 """Columns of a full bar."""
 
 
 def plan_text(plan: Plan) -> str:
     """Format a plan."""
-    each = plan.processes // plan.machines
-    where = f"{plan.machines} machines x " if plan.machines > 1 else ""
-    where += f"{each} process{'es' if each > 1 else ''}"
     parts = {
         "data": data(plan),
         "steps": steps(plan),
@@ -42,7 +35,8 @@ def plan_text(plan: Plan) -> str:
         "disk": disk(plan.disk) if plan.disk else [],
         "notices": [line for notice in plan.notices for line in wrap(notice, LINE)],
     }
-    blocks = [f"{plan.recipe} on {where}: a plan, nothing is trained."]
+    each = "es" if plan.processes > 1 else ""
+    blocks = [f"{plan.recipe} on {plan.processes} process{each}: a plan, nothing is trained."]
     for heading, content in parts.items():
         lines = [f"  {'' if number else heading:<{HEADING}}{line}".rstrip() for number, line in enumerate(content)]
         blocks += ["\n".join(lines)] if lines else []
@@ -84,8 +78,7 @@ def steps(plan: Plan) -> Iterator[str]:
 
 
 def learning_rate(plan: Plan) -> Iterator[str]:
-    """A curve, and a table with bars."""
-    yield from drawn(plan.learning_rate_curve)
+    """A table with bars."""
     rates, peak = plan.learning_rate, max(rate.lr for rate in plan.learning_rate)
     width = len(f"{plan.steps.total:,}")
     for rate in rates:
@@ -204,21 +197,6 @@ def listed(steps: Sequence[int], most: int = 6) -> str:
     if len(steps) > most:
         formatted = [*formatted[: most - 2], "\N{HORIZONTAL ELLIPSIS}", f"{formatted[-1]} ({len(steps):,} in all)"]
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(formatted)}"
-
-
-EIGHTHS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
-"""Blocks of 0 to 8 eighths of a line's height."""
-
-
-def drawn(rates: Sequence[float]) -> Iterator[str]:
-    """Draw a curve, CURVE_LINES lines high; nothing if it has few points or does not change."""
-    peak = max(rates)
-    if len(rates) < MIN_POINTS or min(rates) == peak:
-        return
-    heights = [round(rate / peak * CURVE_LINES * 8) for rate in rates]
-    for line in reversed(range(CURVE_LINES)):
-        blocks = (EIGHTHS[min(8, max(0, height - 8 * line))] for height in heights)
-        yield f"{f'{peak:.3g}' if line == CURVE_LINES - 1 else '':>9} {''.join(blocks)}".rstrip()
 
 
 def bar(value: float, full: float) -> str:

@@ -74,7 +74,6 @@ def test_arguments_of_every_command_are_refused_before_torch_is_imported(finishe
         ("train", "recipe=yelp_demo", "train.lr=0"): "train.lr=0.0 must be above 0.",
         ("show", "recipe=yelp_demo", "seed=x"): "seed='x' is not a whole number, such as 42.",
         ("plan", "recipe=yelp_demo", "--processes", "0"): "--processes 0 must be at least 1.",
-        ("plan", "recipe=yelp_demo", "--gpus-per-machine", "0"): "--gpus-per-machine 0 must be at least 1.",
         ("plan", "recipe=yelp_demo", "eval.metric=x"): "eval.metric='x' is not computed by SequenceClassification. ",
         ("doctor", "recipe=nope"): "recipe=nope: there is no such recipe.",
         ("evaluate", "recipe=yelp_demo", "--checkpoint", "nope"): "--checkpoint nope: there is no such folder.",

@@ -357,9 +357,6 @@ def test_what_cannot_be_planned_is_refused(capsys):
     assert refused(capsys, recipe, "train.learning_rate=1") == str(caught.value)
     for words, said in {
         "--processes 0": "--processes 0 must be at least 1.",
-        "--gpus-per-machine -1": "--gpus-per-machine -1 must be at least 1.",
-        "--processes 5 --gpus-per-machine 2": "each of its GPUs. Use --processes 4 or 6.",
-        "--processes 1 --gpus-per-machine 2": "--processes 1 is not a multiple of --gpus-per-machine 2",
         f"{FEW} task.model_config.num_attention_heads=3": "task.model_config cannot be built: The hidden size (128) is not",
     }.items():
         assert said in refused(capsys, recipe, *words.split())
@@ -367,10 +364,10 @@ def test_what_cannot_be_planned_is_refused(capsys):
 
 def test_options_may_stand_between_the_words(capsys, tmp_path):
     own(tmp_path, "tests.support.tasks.Tagging")
-    words = [f"recipe={tmp_path}/own.yaml", "--processes", "4", "train.epochs=7", "--gpus-per-machine", "2", "seed=1", "--json"]
+    words = [f"recipe={tmp_path}/own.yaml", "--processes", "4", "train.epochs=7", "--device", "cpu", "seed=1", "--json"]
     assert cli.main(["plan", *words]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert (plan["processes"], plan["machines"], plan["steps"]["epochs"]) == (4, 2, 7)
+    assert (plan["processes"], plan["memory"]["device"], plan["steps"]["epochs"]) == (4, "cpu", 7)
     with pytest.raises(SystemExit):
         cli.main(["plan", *words, "--gpus", "2", "--nodes"])
     assert "unrecognized arguments: --nodes" in capsys.readouterr().err
@@ -387,7 +384,7 @@ def test_every_key_is_documented(tmp_path):
 
 
 TEXT = """\
-own on 2 machines x 1 process: a plan, nothing is trained.
+own on 2 processes: a plan, nothing is trained.
 
   data           50 samples to train on, 23 to evaluate on
                  508 tokens an epoch, the longest sample has 19; 13.6% of what is computed is padding
@@ -441,7 +438,7 @@ def test_a_plan_without_padding_says_so():
 def test_the_text_can_be_read(capsys, tmp_path):
     own(tmp_path, "tests.support.tasks.Tagging")
     words = ["train.epochs=2", "train.batch_size=16", "train.micro_batch_size=4", "train.warmup_ratio=0.25", "train.lr=0.001"]
-    words += ["checkpoint.every=1", "--processes=2", "--gpus-per-machine=1"]
+    words += ["checkpoint.every=1", "--processes=2"]
     assert cli.main(["plan", f"recipe={tmp_path}/own.yaml", *words]) == 0
     assert without_sizes(capsys.readouterr().out) == without_sizes(TEXT)
 

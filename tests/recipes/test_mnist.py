@@ -184,7 +184,10 @@ def test_input_that_cannot_be_answered_is_named(runs, capsys, tmp_path):
 
     assert said(tmp_path / "none") == f"--input {tmp_path}/none: there is no such file or folder."
     (tmp_path / "empty").mkdir()
-    assert said(tmp_path / "empty") == f"--input {tmp_path}/empty is an empty folder."
+    assert (
+        said(tmp_path / "empty")
+        == f"--input {tmp_path}/empty: {tmp_path}/empty has no images (.png, .jpg, .jpeg, .webp, .bmp, .tif, .tiff, .gif, .ppm)."
+    )
     (tmp_path / "notes.txt").write_text("no image")
     assert said(tmp_path / "notes.txt") == f"Input 0 ({tmp_path}/notes.txt) is not an image that can be read."
     Image.new("L", (20, 10)).save(tmp_path / "wide.png")

@@ -58,5 +58,5 @@ def test_images_are_drawn_the_same_each_time_and_differ_between_the_splits(name)
 
 @pytest.mark.parametrize("name", ["reviews", "digits"])
 def test_a_split_that_a_demo_does_not_have_is_refused_in_words(name):
-    with pytest.raises(DataError, match="This demo has no test split. Set task.test_split to null."):
+    with pytest.raises(DataError, match=r"This demo has no test split\. Set task\.test_split to null\."):
         load_split(Source(f"hftune.data.demo:{name}"), "test")

@@ -148,7 +148,10 @@ def test_empty_texts_are_refused_by_row_or_get_no_prediction(run, tmp_path, writ
         (["--data", "test.csv"], "--data needs a file for the predictions: --output FILE (.csv, .tsv, .jsonl, .parquet)."),
         (["--data", "test.csv", "--output", "x.xlsx"], "--output x.xlsx: its name does not end in one of .csv,"),
         (["--data", "test.csv", "--output", "none/x.csv"], "--output none/x.csv: there is no folder "),
-        (["--data", "empty.csv", "--output", "x.csv"], "--data empty.csv is empty."),
+        (
+            ["--data", "empty.csv", "--output", "x.csv"],
+            "--data empty.csv cannot be read as csv: No columns to parse from file.",
+        ),
         (["--data", "header.csv", "--output", "x.csv"], "--data header.csv has no rows."),
         (["--data", "ragged.csv", "--output", "x.csv"], "--data ragged.csv cannot be read as csv: Error tokenizing data."),
         (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hftune import ConfigError, DataError
-from hftune.commands import folds_result
+from hftune.commands import folds
 from hftune.commands.evaluate import with_evaluation
 from hftune.config import Recipe
 from hftune.data import notices
@@ -118,9 +118,9 @@ def test_folds_of_different_data_are_not_joined(tmp_path):
         (tmp_path / name / "out_of_fold.jsonl").write_text(json.dumps({"row": row, "index": 0}) + "\n")
     folders = [tmp_path / "fold_0", tmp_path / "fold_1"]
     with pytest.raises(ConfigError, match=r"The data have changed between .*fold_0 and .*fold_1, so the folds are not of"):
-        folds_result.check_same_data(folders)
+        folds.check_same_data(folders)
     with pytest.raises(ConfigError, match=r"Row 0 is in two folds, so the folds are not of the same data\. Train all of"):
-        folds_result.joined_rows(folders)
+        folds.joined_rows(folders)
 
 
 def test_a_task_without_a_default_share_is_not_evaluated_on_its_training_rows():
