@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from hftune.data.messages import THOUGHTS, ChatError, is_trained, messages_of, texts_of, tools_of
 from hftune.errors import ConfigError, did_you_mean
@@ -76,21 +76,15 @@ def fitted(samples: Sequence[ChatSample], max_length: int, too_long: str) -> lis
     return [kept for sample in samples if (kept := sample.cut(max_length))] if too_long == "cut" else []
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """An answer: ``prompt`` is what inference renders before it, ``answer`` what it then generates, with the stop token."""
+class _Turn(NamedTuple):
+    """An answer: ``prompt`` is what inference renders before it, ``whole`` that and what it then generates, and a stop token."""
 
     place: int
     prompt: str
-    answer: str
-
-    @property
-    def whole(self) -> str:
-        return self.prompt + self.answer
+    whole: str
 
 
-@dataclass(frozen=True)
-class _Tokens:
+class _Tokens(NamedTuple):
     """A chat as tokens; ``spans`` are the first position and the one after the last of each answer."""
 
     ids: list[int]
@@ -124,8 +118,7 @@ class ChatFormat:
         self.today = today or datetime.date.today()
         if template is None and not tokenizer.chat_template:
             raise ConfigError("The tokenizer has no chat template. Set task.chat_template to a file with one.")
-        self._check_options()
-        self._check_date()
+        self._check()
         self.stops = sorted({*stops, tokenizer.eos_token_id} - {None})
         self._learn_stop()
 
@@ -147,14 +140,27 @@ class ChatFormat:
         places = [place for place, message in enumerate(messages) if is_trained(message)]
         if not places:
             raise ChatError("There is no message of the assistant to train on.")
-        if (
-            train_on == "all"
-            and (place := next((i for i, m in enumerate(messages) if m.get("train") is False), None)) is not None
-        ):
-            raise ChatError(f'Message {place} has "train": false, which contradicts task.train_on=all.')
+        untrained = [place for place, message in enumerate(messages) if message.get("train") is False]
+        if train_on == "all" and untrained:
+            raise ChatError(f'Message {untrained[0]} has "train": false, which contradicts task.train_on=all.')
         turns = [self._turn(messages, place, tools) for place in (places[-1:] if train_on == "last" else places)]
-        self._check_tools(turns, tools)
-        return _samples(self._grouped(turns), train_on == "all")
+        for tool in tools or []:
+            name = tool.get("function", tool).get("name")
+            if isinstance(name, str) and not any(name in turn.prompt for turn in turns):
+                raise ChatError(f"The chat template leaves out the tool {name!r}. It may not know tools.")
+        groups: list[_Tokens] = []  # as few sequences as hold all turns
+        while turns:
+            groups.insert(0, self._joined(turns))
+            turns = [turn for turn in turns if turn.place not in groups[0].places]
+        samples, before = [], []
+        for ids, spans, _ in groups:
+            trained = [(max(1, _num_common(before, ids)), len(ids))] if train_on == "all" else spans
+            labels = [NO_LABEL] * (len(ids) - 1)
+            for start, stop in trained:
+                labels[start - 1 : stop - 1] = ids[start:stop]
+            samples.append(ChatSample(ids[:-1], labels, tuple(stop - 1 for _, stop in spans)))
+            before = ids
+        return samples
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: list | None = None) -> list[int]:
         """Return the tokens that inference feeds the model for its next answer."""
@@ -181,24 +187,21 @@ class ChatFormat:
             are_rendered = True
         return not are_rendered and "strftime_now" in self._template(None) + self._template([])
 
-    def _check_options(self) -> None:
+    def _check(self) -> None:
         fixed = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys() | {"messages", "strftime_now"}
-        source = self._template(None) + self._template([])
-        words = set(re.findall(r"[A-Za-z_]\w*", " ".join(re.findall(r"{[{%].*?[%}]}", source, re.DOTALL))))
+        templates = self._template(None), self._template([])
+        words = set(re.findall(r"[A-Za-z_]\w*", " ".join(re.findall(r"{[{%].*?[%}]}", "".join(templates), re.DOTALL))))
         for name in self.options:
             if name in fixed:
                 raise ConfigError(f"task.template_options.{name} is no option: chats set it themselves.")
             if name not in words:
                 hint = did_you_mean(name, words)
                 raise ConfigError(f"task.template_options.{name} has no effect: the chat template does not mention it.{hint}")
-
-    def _check_date(self) -> None:
-        for template in (self._template(None), self._template([])):
-            if re.search(r"\bstrftime_now\s*\(", _frozen(template, self.today)):
-                raise ConfigError(
-                    "The chat template calls strftime_now with a format that is no text, so that the date cannot be frozen. "
-                    "Set task.chat_template to a copy with the format, or the date, written out."
-                )
+        if any(re.search(r"\bstrftime_now\s*\(", _frozen(template, self.today)) for template in templates):
+            raise ConfigError(
+                "The chat template calls strftime_now with a format that is no text, so that the date cannot be frozen. Set "
+                "task.chat_template to a copy with the format, or the date, written out."
+            )
 
     def _template(self, tools: list | None) -> str:
         return self.tokenizer.get_chat_template(self.template, tools)
@@ -270,17 +273,21 @@ class ChatFormat:
 
     def _turn(self, messages: Sequence[Mapping[str, Any]], place: int, tools: list | None) -> _Turn:
         prompt, whole = self._render(messages[:place], tools, prompt=True), self._render(messages[: place + 1], tools)
-        written = _written(prompt, whole, messages, place)
-        answer = self._until_stop(written, messages[place], place)
-        if left_out := _left_out(messages[place], answer):
-            raise ChatError(f"Message {place}: the chat template leaves out {_short(left_out)}.")
-        return _Turn(place, prompt, answer)
+        message = messages[place]
+        answer = self._until_stop(_written(prompt, whole, messages, place), message, place)
+        # Templates may move thoughts that are inside of the content.
+        contents = re.split(r"</?\w+>", message["content"])
+        thoughts = [message[key] for key in THOUGHTS if isinstance(message.get(key), str)]
+        names = [call.get("function", call)["name"] for call in message.get("tool_calls", [])]
+        if left_out := [text for text in (*contents, *thoughts, *names) if text.strip() not in answer]:
+            raise ChatError(f"Message {place}: the chat template leaves out {_short(left_out[0])}.")
+        return _Turn(place, prompt, prompt + answer)
 
     def _until_stop(self, written: str, message: Mapping[str, Any], place: int) -> str:
         """Return the answer up to the first stop token; only space and more of them may follow."""
         ends = [(written.find(stop), stop) for stop in self._stop_texts if stop in written]
         if not ends:
-            closing = self._closing_of_calls if message.get("tool_calls") else self._closing
+            closing = self._closings[bool(message.get("tool_calls"))]
             if closing is None:
                 stops = ", ".join(self._stop_texts)
                 raise ChatError(
@@ -299,65 +306,39 @@ class ChatFormat:
         return written[: start + len(stop)]
 
     @cached_property
-    def _closing(self) -> str | None:
-        return self._between(_PROBE)
-
-    @cached_property
-    def _closing_of_calls(self) -> str | None:
-        return self._between(_PROBE_CALL)
-
-    def _between(self, probe: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return what the model must generate after an answer that the template ends only by beginning the next message, whose
-        first token is one at which generation stops, such as <|user|>; None if it is none."""
-        try:
-            alone, followed = self._render(probe[:2], None), self._render(probe, None)
-        except ChatError:
-            return None
-        rest = followed[len(alone) :] if followed.startswith(alone) else ""
-        stop = next((text for text in self._stop_texts if rest.lstrip().startswith(text)), None)
-        return None if stop is None else rest[: rest.index(stop) + len(stop)]
-
-    @staticmethod
-    def _check_tools(turns: list[_Turn], tools: list | None) -> None:
-        for tool in tools or []:
-            name = tool.get("function", tool).get("name")
-            if isinstance(name, str) and not any(name in turn.prompt for turn in turns):
-                raise ChatError(f"The chat template leaves out the tool {name!r}. It may not know tools.")
-
-    def _grouped(self, turns: list[_Turn]) -> list[_Tokens]:
-        """Return all turns as few token sequences, each of which holds as many of them as it can."""
-        groups: list[_Tokens] = []
-        while turns:
-            group = self._joined(turns)
-            turns = [turn for turn in turns if turn.place not in group.places]
-            groups.append(group)
-        return groups[::-1]
+    def _closings(self) -> list[str | None]:
+        """What the model must generate after an answer, and after one with tool calls, that the template ends only by beginning
+        the next message, whose first token is one at which generation stops, such as <|user|>; None if it is none."""
+        closings: list[str | None] = []
+        for probe in (_PROBE, _PROBE_CALL):
+            try:
+                alone, followed = self._render(probe[:2], None), self._render(probe, None)
+            except ChatError:
+                alone = followed = ""
+            rest = followed[len(alone) :] if followed.startswith(alone) else ""
+            stop = next((text for text in self._stop_texts if rest.lstrip().startswith(text)), None)
+            closings.append(None if stop is None else rest[: rest.index(stop) + len(stop)])
+        return closings
 
     def _joined(self, turns: list[_Turn]) -> _Tokens:
         """Return the tokens of the last turn, with all earlier turns that have the same text and tokens there."""
         last = turns[-1]
-        ids = self._ids(last.whole)
-        spans, places = [], set()
-        for turn in turns:
-            prompt = self._ids(turn.prompt) if last.whole.startswith(turn.whole) else None
-            if prompt is not None and ids[: len(prompt)] == prompt:
-                spans.append((len(prompt), self._stop_after(ids, len(prompt), turn.place)))
-                places.add(turn.place)
-        return _Tokens(ids, spans, places) if last.place in places else self._apart(last)
-
-    def _stop_after(self, ids: list[int], start: int, place: int) -> int:
-        for position in range(start, len(ids)):
-            if ids[position] in self.stops:
-                return position + 1
-        raise ChatError(f"Message {place}: the tokenizer splits the token that ends the answer.")
-
-    def _apart(self, turn: _Turn) -> _Tokens:
-        """Return prompt and answer tokenized apart, as in inference, where no token can straddle their border."""
-        prompt, answer = self._ids(turn.prompt), self._ids(turn.answer)
-        ids = prompt + answer
-        if self.tokenizer.decode(ids) != self.tokenizer.decode(self._ids(turn.whole)):
-            raise ChatError(f"Message {turn.place}: prompt and answer cannot be tokenized apart.")
-        return _Tokens(ids, [(len(prompt), len(ids))], {turn.place})
+        ids, spans, places = self._ids(last.whole), [], set()
+        for place, prompt, whole in turns:
+            start = self._ids(prompt) if last.whole.startswith(whole) else None
+            if start is not None and ids[: len(start)] == start:
+                stop = next((position for position in range(len(start), len(ids)) if ids[position] in self.stops), None)
+                if stop is None:
+                    raise ChatError(f"Message {place}: the tokenizer splits the token that ends the answer.")
+                spans.append((len(start), stop + 1))
+                places.add(place)
+        if last.place in places:
+            return _Tokens(ids, spans, places)
+        # Tokenized apart, as in inference, where no token can straddle the border of prompt and answer.
+        prompt, answer = self._ids(last.prompt), self._ids(last.whole.removeprefix(last.prompt))
+        if self.tokenizer.decode(prompt + answer) != self.tokenizer.decode(ids):
+            raise ChatError(f"Message {last.place}: prompt and answer cannot be tokenized apart.")
+        return _Tokens(prompt + answer, [(len(prompt), len(prompt + answer))], {last.place})
 
 
 @lru_cache(maxsize=8)
@@ -380,40 +361,17 @@ def _written(prompt: str, whole: str, messages: Sequence[Mapping[str, Any]], pla
     tail = prompt[prompt.rfind(asked) :] if asked and asked in prompt else ""
     if tail and tail in whole and not any(tail in text for text in texts_of(messages[place])):
         return whole.rpartition(tail)[2]
-    same = next(
-        (i for i, (one, other) in enumerate(zip(prompt, whole, strict=False)) if one != other), min(len(prompt), len(whole))
-    )
-    same = prompt.rfind("\n", 0, same) + 1  # the line on which they differ says more than the character
+    same = prompt.rfind("\n", 0, _num_common(prompt, whole)) + 1  # the line on which they differ says more than the character
     raise ChatError(
         f"Message {place}: the chat template prompts for an answer with {_short(prompt[same:])}, where it writes "
         f"{_short(whole[same:])} for this one."
     )
 
 
-def _left_out(message: Mapping[str, Any], answer: str) -> str | None:
-    """Return a text of an answer that the template does not write: content, thoughts, or the name of a called tool."""
-    contents = re.split(r"</?\w+>", message["content"])  # templates may move thoughts that are inside
-    thoughts = [message[key] for key in THOUGHTS if isinstance(message.get(key), str)]
-    names = [call.get("function", call)["name"] for call in message.get("tool_calls", [])]
-    return next((text for text in (*contents, *thoughts, *names) if text.strip() not in answer), None)
-
-
 def _short(text: str) -> str:
     return repr(text if len(text) <= 40 else f"{text[:40]}...")
 
 
-def _samples(groups: list[_Tokens], everything: bool) -> list[ChatSample]:
-    samples, before = [], []
-    for group in groups:
-        spans = [(max(1, _common(before, group.ids)), len(group.ids))] if everything else group.spans
-        labels = [NO_LABEL] * (len(group.ids) - 1)
-        for start, stop in spans:
-            labels[start - 1 : stop - 1] = group.ids[start:stop]
-        samples.append(ChatSample(group.ids[:-1], labels, tuple(stop - 1 for _, stop in group.spans)))
-        before = group.ids
-    return samples
-
-
-def _common(one: list[int], other: list[int]) -> int:
-    """Return how many tokens two sequences have in common at their beginning."""
+def _num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many tokens or characters two sequences have in common at their beginning."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -43,8 +43,12 @@ def messages_of(
     else:
         roles = ("user", "assistant")
         prompt, completion = (_listed(row, column, role, as_written) for column, role in zip(columns, roles, strict=True))
-        messages = [_untrained(message) for message in prompt] if completion_only else prompt
-        messages = messages + completion
+        if completion_only:
+            prompt = [
+                {**message, "train": False} if isinstance(message, dict) and message.get("role") == "assistant" else message
+                for message in prompt
+            ]
+        messages = prompt + completion
     if not messages:
         raise ChatError("There are no messages.")
     checked = [_message(message, place) for place, message in enumerate(messages)]
@@ -63,13 +67,10 @@ def tools_of(row: Mapping[str, Any], column: str, as_written: bool = False) -> l
     tools = _parsed(row.get(column), column, as_written)
     if tools is None or tools == []:
         return None
-    if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
+    are_tools = (isinstance(tool, dict) and isinstance(tool.get("function", tool), dict) for tool in tools)
+    if not isinstance(tools, list) or not all(are_tools):
         raise ChatError(f"Column {column!r} does not hold a list of JSON schemas, one a tool.")
     return tools
-
-
-def _is_tool(tool: Any) -> bool:
-    return isinstance(tool, dict) and isinstance(tool.get("function", tool), dict)
 
 
 def is_trained(message: Mapping[str, Any]) -> bool:
@@ -130,49 +131,34 @@ def _parsed(value: Any, column: str, as_written: bool) -> Any:
         raise ChatError(f"Column {column!r} is not valid JSON: {error}.") from error
 
 
-def _untrained(message: Any) -> Any:
-    is_answer = isinstance(message, dict) and message.get("role") == "assistant"
-    return {**message, "train": False} if is_answer else message
-
-
 def _message(message: Any, place: int) -> dict[str, Any]:
     """Return the message without keys that are null, its content as one text, the arguments of its calls as dicts."""
     if not isinstance(message, dict):
         raise ChatError(f"Message {place} is {_kind(message)}, not a mapping with role and content.")
     message = {key: value for key, value in message.items() if value is not None}
-    _check_role(message, place)
-    if message["role"] == "assistant" and (weight := message.pop("weight", None)) is not None:
-        message.setdefault("train", _is_weighted(weight, place))
-    if "train" in message and (not isinstance(message["train"], bool) or (message["train"] and message["role"] != "assistant")):
+    if "role" not in message:
+        keys = ", ".join(message) or "nothing"
+        raise ChatError(f"Message {place} has no role, only {keys}. A message has the keys role and content.")
+    if (role := message["role"]) not in ROLES:
+        known = OTHER_NAMES.get(role) if isinstance(role, str) else None
+        hint = f" Call it {known!r}." if known else did_you_mean(role, ROLES)
+        raise ChatError(f"Message {place} has the role {role!r}. The roles are {', '.join(ROLES)}.{hint}")
+    if role == "assistant" and (weight := message.pop("weight", None)) is not None:  # in the format of OpenAI
+        if weight not in (0, 1):
+            raise ChatError(f'Message {place} has "weight": {weight!r}. It is 1, or 0 for an answer that is not trained.')
+        message.setdefault("train", bool(weight))
+    if "train" in message and (not isinstance(message["train"], bool) or (message["train"] and role != "assistant")):
         raise ChatError(
             f'Message {place} has "train": {message["train"]!r}. It is true or false, and true only for the assistant.'
         )
     if calls := message.pop("tool_calls", None):
-        if message["role"] != "assistant":
+        if role != "assistant":
             raise ChatError(f"Message {place} has tool_calls, which only messages of the assistant have.")
         message["tool_calls"] = [_call(call, place) for call in (calls if isinstance(calls, list) else [calls])]
     message["content"] = _content(message, place)
     if is_trained(message) and not (message["content"].strip() or calls):
         raise ChatError(f'Message {place} is an empty answer. Remove it, or set "train": false.')
     return message
-
-
-def _is_weighted(weight: Any, place: int) -> bool:
-    """Return whether an answer with this weight is trained, in the format of OpenAI."""
-    if weight not in (0, 1):
-        raise ChatError(f'Message {place} has "weight": {weight!r}. It is 1, or 0 for an answer that is not trained.')
-    return bool(weight)
-
-
-def _check_role(message: dict[str, Any], place: int) -> None:
-    if "role" not in message:
-        keys = ", ".join(message) or "nothing"
-        raise ChatError(f"Message {place} has no role, only {keys}. A message has the keys role and content.")
-    role = message["role"]
-    if role not in ROLES:
-        known = OTHER_NAMES.get(role) if isinstance(role, str) else None
-        hint = f" Call it {known!r}." if known else did_you_mean(role, ROLES)
-        raise ChatError(f"Message {place} has the role {role!r}. The roles are {', '.join(ROLES)}.{hint}")
 
 
 def _content(message: dict[str, Any], place: int) -> str:
@@ -183,16 +169,15 @@ def _content(message: dict[str, Any], place: int) -> str:
     parts = [content] if isinstance(content, str) else content
     if not isinstance(parts, list) or (not parts and message["role"] != "assistant"):
         raise ChatError(f"Message {place} has {_kind(content)} in the place of its content. It is a text.")
-    return "".join(_part(part, place) for part in parts)
-
-
-def _part(part: Any, place: int) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    kind = part.get("type") if isinstance(part, dict) else _kind(part)
-    raise ChatError(f"Message {place} has content of the type {kind}. Only text can be trained on.")
+    texts = []
+    for part in parts:
+        is_dict = isinstance(part, dict)
+        text = part.get("text") if is_dict and part.get("type", "text") == "text" else part
+        if not isinstance(text, str):
+            kind = part.get("type") if is_dict else _kind(part)
+            raise ChatError(f"Message {place} has content of the type {kind}. Only text can be trained on.")
+        texts.append(text)
+    return "".join(texts)
 
 
 def _call(call: Any, place: int) -> dict[str, Any]:

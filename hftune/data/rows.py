@@ -50,9 +50,13 @@ def load_split(source: Source, split: str, source_split: str = "") -> datasets.D
     Raises:
         DataError: the split cannot be loaded or has no rows.
     """
-    with _explaining_eval_split(split):
+    try:
         if source.kind == "files":
-            rows = _from_files(source, split)
+            files = source.files[split]
+            patterns = [files] if isinstance(files, str) else files
+            paths = [str(Path(path).expanduser()) if path.startswith("~") else path for path in patterns]
+            kind = source.dataset if source.dataset in FILE_FORMATS else file_format(paths[0])
+            rows = load_files(kind, f"{source.files_key(split)}={files}", paths, split)
         elif source.kind == "function":
             rows = _from_function(source.dataset, split)
         elif source.kind == "hub":
@@ -65,6 +69,11 @@ def load_split(source: Source, split: str, source_split: str = "") -> datasets.D
         else:
             folder = str(Path(source.dataset).expanduser())
             rows = load(folder, source.named, source.instead, name=source.config, split=source_split)
+    except DataError as error:
+        if split == "train" or "nknown split" not in str(error):
+            raise
+        instead = NO_EVAL_DATA if split == "eval" else "or to null"
+        raise DataError(f"{error} Set task.{split}_split to one of them, {instead}.") from error
     if len(rows) == 0:
         files = f" ({source.files[split]})" if source.files else ""
         raise DataError(f"The {split} split{f' of {source.dataset}' if source.dataset else ''} has no rows{files}.")
@@ -99,30 +108,10 @@ def take(
     return rows._select_with_indices_mapping(indices) if selected._indices is None else selected
 
 
-@contextmanager
-def _explaining_eval_split(split: str) -> Iterator[None]:
-    """If the split to evaluate on does not exist, say what else can be done."""
-    try:
-        yield
-    except DataError as error:
-        if split == "train" or "nknown split" not in str(error):
-            raise
-        instead = NO_EVAL_DATA if split == "eval" else "or to null"
-        raise DataError(f"{error} Set task.{split}_split to one of them, {instead}.") from error
-
-
 def _from_function(name: str, split: str) -> datasets.Dataset:
     module, _, attribute = name.partition(":")
     function = import_named("task.dataset", name, module, attribute)
     return datasets.Dataset.from_list(list(function(split)))
-
-
-def _from_files(source: Source, split: str) -> datasets.Dataset:
-    files = source.files[split]
-    patterns = [files] if isinstance(files, str) else files
-    paths = [str(Path(path).expanduser()) if path.startswith("~") else path for path in patterns]
-    kind = source.dataset if source.dataset in FILE_FORMATS else file_format(paths[0])
-    return load_files(kind, f"{source.files_key(split)}={files}", paths, split)
 
 
 def _swallowing_row(rows: datasets.Dataset, separator: str) -> int | None:
@@ -166,7 +155,7 @@ def load_files(kind: str, source: str, files: Sequence[str], split: str, as_writ
             cached_value(["is UTF-8", rows._fingerprint], lambda: _check_characters(rows, source))
         return rows
     separator = "\t" if kind == "tsv" else ","
-    converters = dict.fromkeys(_text_columns(files, separator, as_written), lambda cell: cell or None)
+    converters = dict.fromkeys(_text_columns(files, separator, as_written), _as_written)
     rows = load("csv", source, data_files={split: files}, split=split, sep=separator, converters=converters)
     row = _swallowing_row(rows, separator)
     # Texts of several lines are usual in csv files, whose writers quote them well.
@@ -193,23 +182,29 @@ def _text_columns(files: Sequence[str], separator: str, are_all: bool) -> list[s
     What pandas makes of a column, it decides anew for each 10,000 rows and for each file. Of texts, which all have nothing but
     numbers there, it would make numbers, and 7 of 007.
     """
-    from pandas.api.types import is_numeric_dtype
-
     try:
         with _refusing_lost_cells():
             path = sorted(local_files(files[0]))[0]
             cells = pandas.read_csv(path, sep=separator, nrows=10_000, **READER_OPTIONS["csv"])
     except (IndexError, ValueError, OSError, Warning):  # on the web, or not a csv file, as ``load`` will say
         return []
-    return [name for name, kind in cells.dtypes.items() if are_all or not is_numeric_dtype(kind)]
+    return [name for name, kind in cells.dtypes.items() if are_all or not pandas.api.types.is_numeric_dtype(kind)]
+
+
+def _as_written(cell: str) -> str | None:
+    return cell or None
 
 
 def _from_hub(source: Source, source_split: str) -> datasets.Dataset:
     """Load a split of exactly the source's commit, if possible from the cache alone."""
     dataset, commit, key = source.dataset, source.commit, source.dataset_key
     named, instead = source.named, f"Without the Hub, name files: {source.instead}."
-    if source.folder:
-        return _from_hub_folder(source, source_split, instead)
+    if source.folder:  # downloaded and read as a local one: datasets 5.2 does not find offline what it has loaded by a data_dir
+        name = source.folder.strip("/")
+        folder = fetch("dataset", dataset, commit, [f"{name}/**"], key, instead) / name
+        if not folder.is_dir():
+            raise DataError(f"{named} with {source.key}.data_dir={source.folder}: commit {commit} has no such folder.")
+        return load(str(folder), f"{named} with {source.key}.data_dir={source.folder}", split=source_split)
     if source.config:
         named += f" with {key}_config={source.config}"
     if not is_offline_mode():  # unlike datasets, this says why a repository cannot be reached
@@ -237,19 +232,6 @@ def _from_hub(source: Source, source_split: str) -> datasets.Dataset:
         raise DataError(failure(error, "dataset", dataset, key, instead)) from error
     except ValueError as error:  # as datasets reports an unknown split or configuration
         raise DataError(f"{named} cannot be loaded: {error}") from error
-
-
-def _from_hub_folder(source: Source, source_split: str, instead: str) -> datasets.Dataset:
-    """Download a folder of a repository and read it as a local folder.
-
-    datasets 5.2 does not find offline what it has loaded from the Hub with a data_dir.
-    """
-    name, key = source.folder.strip("/"), source.dataset_key
-    folder = fetch("dataset", source.dataset, source.commit, [f"{name}/**"], key, instead) / name
-    named = f"{source.named} with {source.key}.data_dir={source.folder}"
-    if not folder.is_dir():
-        raise DataError(f"{named}: commit {source.commit} has no such folder.")
-    return load(str(folder), named, split=source_split)
 
 
 def load(dataset: str, source: str, instead: str = INSTEAD, **kwargs: Any) -> datasets.Dataset:
@@ -284,10 +266,8 @@ def load(dataset: str, source: str, instead: str = INSTEAD, **kwargs: Any) -> da
 @contextmanager
 def _refusing_lost_cells() -> Iterator[None]:
     """Raise pandas' warning of csv lines that have more cells than the header, which would be left out."""
-    from pandas.errors import ParserWarning
-
     with warnings.catch_warnings():
-        warnings.simplefilter("error", ParserWarning)
+        warnings.simplefilter("error", pandas.errors.ParserWarning)
         yield
 
 
