@@ -77,7 +77,7 @@ def fitted(samples: Sequence[ChatSample], max_length: int, too_long: str) -> lis
 
 
 class _Turn(NamedTuple):
-    """An answer: ``prompt`` is what inference renders before it, ``whole`` that and what it then generates, and a stop token."""
+    """An answer: ``prompt`` is what inference renders before it, ``whole`` that and what it generates, with a stop token."""
 
     place: int
     prompt: str

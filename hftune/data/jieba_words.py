@@ -30,19 +30,12 @@ def segmenter() -> str:
 def _cutter() -> Callable[[str], list[str]]:
     try:
         import rjieba
+
+        return functools.partial(rjieba.cut, hmm=False)
     except ImportError:  # no wheel for this machine
-        return _slow_cutter()
-    return functools.partial(rjieba.cut, hmm=False)
-
-
-def _slow_cutter() -> Callable[[str], list[str]]:
-    """Return jieba's own segmenter, without its cache file.
-
-    jieba keeps that file in the temporary folder, the same for all users: it trusts any content and cannot replace a file of
-    a different user. Reading the dictionary instead takes a second more.
-    """
-    import jieba
-
+        import jieba
+    # Not from its cache file, which jieba keeps in the temporary folder for all users alike: it trusts any content and cannot
+    # replace a file of a different user. Reading the dictionary instead takes a second more.
     cutter = jieba.Tokenizer()
     cutter.FREQ, cutter.total = cutter.gen_pfdict(cutter.get_dict_file())
     cutter.initialized = True

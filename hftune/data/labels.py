@@ -149,12 +149,20 @@ class Classes:
         count = len(self.names)
         if count < 2:
             raise DataError(f"All samples have the label {self.names[0]!r}, but classification needs at least two classes.")
-        numbers = self._by_name
-        is_moved = any(numbers[name] != number for number, name in enumerate(self.data_names or ()))
-        if is_moved and any(isinstance(label, int) for label in labels):
+        numbers, data_names = {name: number for number, name in enumerate(self.names)}, self.data_names or ()
+        moved = [name for number, name in enumerate(data_names) if numbers.get(name, number) != number]
+        if not set(data_names) <= numbers.keys():
+            if moved or len(data_names) != count:
+                raise DataError(
+                    f"task.label_names=[{', '.join(self.names)}] does not match the class names of the train split: "
+                    f"{', '.join(data_names)}. Use the same names, in any order; or a new name for each, in that order; or "
+                    "task.label_names=null, which uses those of the data."
+                )
+            numbers |= {name: number for number, name in enumerate(data_names)}
+        elif moved and any(isinstance(label, int) for label in labels):
             raise DataError(
                 f"The labels of the {split} split are numbers without names, and task.label_names changes the order of the "
-                f"train split's names ({', '.join(self.data_names or ())}), so what the numbers mean is unknown. Set "
+                f"train split's names ({', '.join(data_names)}), so what the numbers mean is unknown. Set "
                 "task.label_names=null."
             )
         own: dict[int, int] = {}
@@ -179,21 +187,6 @@ class Classes:
                 "Correct the row, or set task.label_names; null uses the names of the data."
             )
         return translated
-
-    @property
-    def _by_name(self) -> dict[str, int]:
-        """The class numbers by all names that the classes have in the data."""
-        numbers, data_names = {name: number for number, name in enumerate(self.names)}, self.data_names
-        if data_names is None or set(data_names) <= numbers.keys():
-            return numbers
-        moved = [name for number, name in enumerate(data_names) if numbers.get(name, number) != number]
-        if moved or len(data_names) != len(self.names):
-            raise DataError(
-                f"task.label_names=[{', '.join(self.names)}] does not match the class names of the train split: "
-                f"{', '.join(data_names)}. Use the same names, in any order; or a new name for each, in that order; or "
-                "task.label_names=null, which uses those of the data."
-            )
-        return numbers | {name: number for number, name in enumerate(data_names)}
 
     def counts(self, numbers_N: ArrayLike) -> dict[str, int]:
         """Return the number of samples of each class, by its name."""
@@ -235,25 +228,22 @@ def read_label_lists(
         )
     names, labels, indices = names_of(inner), [], []
     for index, listed in enumerate(rows[column]):
-        if wrong := _wrong_list(listed, column):
+        if listed is None:
+            wrong = f"has no list in column {column!r}. An empty list means that it has none of the labels."
+        elif any(map(_is_missing, listed)):
+            wrong = f"lists a label without a name in column {column!r}. Fill it in, or remove it."
+        elif len(set(listed)) < len(listed):
+            wrong = (
+                f"lists a label twice in column {column!r}: {listed}. List each label that the text has once, by name or "
+                "number; or name a column of 0 and 1 for each label in task.label_columns."
+            )
+        else:
+            wrong = None
+        if wrong is not None:
             raise DataError(f"Row {row_of(index)} of the {split} split {wrong}")
         labels += [names[label] if names and 0 <= label < len(names) else label for label in listed]
         indices += [index] * len(listed)
     return labels, indices
-
-
-def _wrong_list(listed: Sequence[Any] | None, column: str) -> str | None:
-    """Return what is wrong with the labels of a row, the end of a sentence; None if nothing is."""
-    if listed is None:
-        return f"has no list in column {column!r}. An empty list means that it has none of the labels."
-    if any(map(_is_missing, listed)):
-        return f"lists a label without a name in column {column!r}. Fill it in, or remove it."
-    if len(set(listed)) < len(listed):
-        return (
-            f"lists a label twice in column {column!r}: {listed}. List each label that the text has once, by name "
-            "or number; or name a column of 0 and 1 for each label in task.label_columns."
-        )
-    return None
 
 
 def flags_of(numbers: Iterable[int], indices: Iterable[int], num_rows: int, num_labels: int) -> np.ndarray:

@@ -96,18 +96,17 @@ def _same_features(loaded: Sequence[datasets.Dataset], names: Sequence[str]) -> 
                     f"Column {column!r} holds {_described(first[column])} in {names[0]}, but {_described(kind)} in {name}. The "
                     "data sets of task.datasets must agree: convert one of them, or rename its column (columns: ...)."
                 )
-    return [loaded[0], *(_cast(rows, first, name) for name, rows in zip(names[1:], loaded[1:], strict=True))]
-
-
-def _cast(rows: datasets.Dataset, features: datasets.Features, name: str) -> datasets.Dataset:
-    try:
-        return rows if rows.features == features else rows.cast(features)
-    except (ValueError, pa.ArrowException) as error:
-        reason = str(error).strip().rstrip(".")
-        raise DataError(
-            f"{name}: its values do not fit into the columns of the first data set of task.datasets: {reason}. Convert one of "
-            "them, or list this one first."
-        ) from error
+    cast = [loaded[0]]
+    for name, rows in zip(names[1:], loaded[1:], strict=True):
+        try:
+            cast.append(rows if rows.features == first else rows.cast(first))
+        except (ValueError, pa.ArrowException) as error:
+            reason = str(error).strip().rstrip(".")
+            raise DataError(
+                f"{name}: its values do not fit into the columns of the first data set of task.datasets: {reason}. Convert one "
+                "of them, or list this one first."
+            ) from error
+    return cast
 
 
 def _kind(feature: Any) -> Any:

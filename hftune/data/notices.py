@@ -112,7 +112,10 @@ def shared_files(files: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     Args:
         files: of each split, as ``datasets.Image(decode=False)`` returns them: ``bytes``, or None and a ``path``.
     """
-    sizes = {split: [_num_bytes(stored) for stored in own] for split, own in files.items()}
+    sizes = {
+        split: [Path(stored["path"]).stat().st_size if stored["bytes"] is None else len(stored["bytes"]) for stored in own]
+        for split, own in files.items()
+    }
     # Only files of a size that two splits have are read: few, unless the images are not compressed.
     common = set(sizes["train"]) & {size for split, own in sizes.items() if split != "train" for size in own}
     return shared(
@@ -122,7 +125,3 @@ def shared_files(files: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
         },
         "images",
     )
-
-
-def _num_bytes(stored: Mapping[str, Any]) -> int:
-    return Path(stored["path"]).stat().st_size if stored["bytes"] is None else len(stored["bytes"])

@@ -223,22 +223,16 @@ def to_mask(image: Image.Image, name: str) -> np.ndarray:
         DataError: the mask has a palette of colours, as class masks for segmentation have, or more than 8 bits per channel.
     """
     if image.mode in ("P", "PA"):
-        _check_palette(image, name)
+        used = image.convert("RGB").getcolors(maxcolors=256) or []
+        if coloured := [colour for _, colour in used if len(set(colour)) > 1]:
+            raise DataError(
+                f"{name} is a mask with a palette of colours, such as {coloured[0]}, and it is unclear which of them mark "
+                "damage. Save masks in black and white."
+            )
     if image.has_transparency_data:
         transparent = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "black"), transparent).convert("RGB")
     return to_rgb(image, name) @ LUMA >= 128 if image.mode != "L" else np.asarray(image) >= 128
-
-
-def _check_palette(image: Image.Image, name: str) -> None:
-    """Raise DataError if a mask uses palette colours other than greys."""
-    used = image.convert("RGB").getcolors(maxcolors=256) or []
-    coloured = [colour for _, colour in used if len(set(colour)) > 1]
-    if coloured:
-        raise DataError(
-            f"{name} is a mask with a palette of colours, such as {coloured[0]}, and it is unclear which of them mark damage. "
-            "Save masks in black and white."
-        )
 
 
 LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)

@@ -40,20 +40,17 @@ def read_tags(
                 'A line of a jsonl file looks like {"tokens": ["In", "Rome"], "ner_tags": ["O", "B-LOC"]}.'
             )
     for index, (words, tags) in enumerate(zip(rows[words_column], rows[tags_column], strict=True)):
-        if wrong := _wrong_row(words, tags, words_column, tags_column):
+        if not words or any(word is None or not word.strip() for word in words):
+            wrong = f"{'an empty word' if words else 'no words'} in column {words_column!r}. Fill it in, or remove it."
+        elif tags is None or len(tags) != len(words):
+            wrong = f"{len(words)} words and {len(tags or [])} tags. Give each word one tag."
+        elif any(tag is None or (isinstance(tag, str) and not tag.strip()) for tag in tags):
+            wrong = f"a word without a tag in column {tags_column!r}. Tags outside of entities are O."
+        else:
+            wrong = None
+        if wrong is not None:
             raise DataError(f"Row {row_of(index)} of the {split} split has {wrong}")
     return named_tags(rows[tags_column], getattr(rows.features[tags_column].feature, "names", None))
-
-
-def _wrong_row(words: Sequence[Any] | None, tags: Sequence[Any] | None, words_column: str, tags_column: str) -> str | None:
-    """Return what is wrong with a row, the end of a sentence; None if nothing is."""
-    if not words or any(word is None or not word.strip() for word in words):
-        return f"{'an empty word' if words else 'no words'} in column {words_column!r}. Fill it in, or remove it."
-    if tags is None or len(tags) != len(words):
-        return f"{len(words)} words and {len(tags or [])} tags. Give each word one tag."
-    if any(tag is None or (isinstance(tag, str) and not tag.strip()) for tag in tags):
-        return f"a word without a tag in column {tags_column!r}. Tags outside of entities are O."
-    return None
 
 
 def named_tags(tags: Sequence[Sequence[Any]], names: Sequence[str] | None) -> list[list[Any]]:

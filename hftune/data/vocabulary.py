@@ -116,19 +116,12 @@ def save_tokenizer(vocabulary: Sequence[str]) -> JiebaTokenizer:
     """
     words = "\n".join(vocabulary) + "\n"
     path = cache_dir() / f"vocabulary-{Hasher.hash(words)}" / "vocab.txt"
-    if not _is(path, words.encode()):
-        with explained():
-            path.parent.mkdir(exist_ok=True)
+    with explained():
+        path.parent.mkdir(exist_ok=True)
+        if not path.is_file() or path.read_bytes() != words.encode():
             with atomic_path(path, is_shared=True) as temporary:  # other processes write the same text
                 temporary.write_bytes(words.encode())
     return JiebaTokenizer(path)
-
-
-def _is(path: Path, content: bytes) -> bool:
-    try:
-        return path.read_bytes() == content
-    except OSError:
-        return False
 
 
 def _by_frequency(counts: Counter[str]) -> list[str]:
