@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,7 +46,10 @@ def run(options: argparse.Namespace) -> int:
     if options.split == "eval" and recipe.eval.is_off:
         recipe = with_evaluation(recipe)
     recipe.validate()
-    model = model_of(given, recipe.output_dir)
+    source = next(word for word in given if word.startswith("recipe=")).partition("=")[2]
+    model = Path(source).expanduser().with_name("model")  # beside the recipe file, which may have been moved
+    if not source.endswith(".yaml") or not model.is_dir():
+        model = Path(recipe.output_dir) / "model"
     if options.checkpoint is None:
         check_model(model)
     else:
@@ -56,11 +58,11 @@ def run(options: argparse.Namespace) -> int:
         check_output(options.output)
     tracked_as = None
     if options.track:
-        from hftune.commands.tracked import as_run
+        from hftune.commands.tracked import as_run, track_evaluation
 
         tracked_as = as_run(recipe, model.parent, "evaluate")
     from hftune.reevaluation import evaluate  # imports torch: only once the arguments are known to be valid
-    from hftune.tracking.console import hide_progress_bars
+    from hftune.tracking.console import hide_progress_bars, warning
 
     hide_progress_bars()
     shown = 0 if tracked_as is None else recipe.eval.show_samples
@@ -68,7 +70,11 @@ def run(options: argparse.Namespace) -> int:
     if score.is_main:
         report(score, options.output)
         if tracked_as is not None:
-            track(tracked_as, score, options.split)
+            try:
+                track_evaluation(tracked_as, score, options.split)
+            except Exception as error:  # whatever a tracker's package raises: the metrics are printed by now
+                reason = str(error) if isinstance(error, ConfigError) else first_line(error)
+                print(warning(f"The evaluation was not recorded at the trackers: {reason}"), flush=True)
     return 0
 
 
@@ -78,18 +84,6 @@ def with_evaluation(recipe: Recipe) -> Recipe:
         key = "data_files.eval" if getattr(recipe.task, "data_files", None) else "eval_split"
         raise ConfigError(f"This run has no evaluation data (eval.every=never). Name some: task.{key}=..., or --split test.")
     return replace(recipe, eval=replace(recipe.eval, every="epoch"))
-
-
-def track(recipe: Recipe, score: Score, split: str) -> None:
-    """Record an evaluation at the trackers: the metrics are printed by now, whatever happens here."""
-    from hftune.commands.tracked import track_evaluation
-    from hftune.tracking.console import warning
-
-    try:
-        track_evaluation(recipe, score, split)
-    except Exception as error:  # whatever a tracker's package raises
-        reason = str(error) if isinstance(error, ConfigError) else first_line(error)
-        print(warning(f"The evaluation was not recorded at the trackers: {reason}"), flush=True)
 
 
 def report(score: Score, output: Path | None) -> None:
@@ -120,10 +114,3 @@ def recipe_in(word: str) -> str:
         what = " holds no recipe.yaml" if folder.is_dir() else ": there is no such folder"
         raise ConfigError(f"{word}{what}. Name the output folder of a run, such as outputs/yelp.")
     return word
-
-
-def model_of(words: Sequence[str], output_dir: str) -> Path:
-    """Return the folder of a run's model: beside the recipe file, which may have been moved; otherwise in ``output_dir``."""
-    source = next(word for word in words if word.startswith("recipe=")).partition("=")[2]
-    beside = Path(source).expanduser().with_name("model")
-    return beside if source.endswith(".yaml") and beside.is_dir() else Path(output_dir) / "model"

@@ -5,13 +5,9 @@ from __future__ import annotations
 import argparse
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hftune.commands.arguments import add_trust_code
 from hftune.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MERGED = "model_merged"
 """The folder beside that of the adapters, unless there is another --output."""
@@ -27,10 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Merge, and print how far the answers of the merged model are from those before, and where it is."""
+    from hftune.checkpoints.export import readable
     from hftune.checkpoints.run_folder import open_run
 
     recipe, folder = open_run(options.folder, options.trust_code)
-    check_adapter(folder)
+    if not (readable(folder) / "adapter_config.json").is_file():
+        raise ConfigError(f"{folder} holds no adapters but a whole model: there is nothing to merge.")
     run_folder = folder if (folder / "recipe.yaml").is_file() else folder.parent
     output = options.output or run_folder / MERGED
     check_output(output, folder)
@@ -54,17 +52,13 @@ def run(options: argparse.Namespace) -> int:
     after = answers(model)
     export(recipe.task, model, output, read_about(folder))
     shutil.copyfile(run_folder / "recipe.yaml", output / "recipe.yaml")  # so that the folder can be taken elsewhere
-    print(difference(before, after, str(model.dtype).removeprefix("torch.")))
+    said = "Its answers were not compared: the model takes neither tokens nor images."
+    if before is not None and after is not None:  # those of base and adapters were computed apart in float32
+        furthest, largest = (before - after).abs().max().item(), before.abs().max().item()
+        said = f"Its outputs are up to {furthest:.1e} from those with adapters, which are up to {largest:.2g}."
+    print(f"Merged, in {str(model.dtype).removeprefix('torch.')}. {said}")
     print(output, flush=True)
     return 0
-
-
-def check_adapter(folder: Path) -> None:
-    """Refuse a folder without adapters, or raise ConfigError."""
-    from hftune.checkpoints.export import readable
-
-    if not (readable(folder) / "adapter_config.json").is_file():
-        raise ConfigError(f"{folder} holds no adapters but a whole model: there is nothing to merge.")
 
 
 def check_output(output: Path, folder: Path) -> None:
@@ -79,11 +73,3 @@ def check_output(output: Path, folder: Path) -> None:
         raise ConfigError(f"--output {output} is the base of the adapters. Name a different one.")
     if output.exists() and not (output / "config.json").is_file() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output} is there already, and is no model. Name a new folder.")
-
-
-def difference(before: Tensor | None, after: Tensor | None, dtype: str) -> str:
-    """Say how far the answers of the merged model are from those of base and adapters, computed apart in float32."""
-    if before is None or after is None:
-        return f"Merged, in {dtype}. Its answers were not compared: the model takes neither tokens nor images."
-    furthest, largest = (before - after).abs().max().item(), before.abs().max().item()
-    return f"Merged, in {dtype}: its outputs are up to {furthest:.1e} from those with adapters, which are up to {largest:.2g}."

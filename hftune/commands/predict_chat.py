@@ -61,11 +61,16 @@ def chat(options: argparse.Namespace) -> int:
     if is_typed:
         print(note(HELP), flush=True)
     messages = list(begin)
-    while (text := read_message("> " if is_typed else "")) is not None:
-        if text in ("/new", "/exit", ""):
-            if text == "/exit":
-                break
-            messages = list(begin) if text == "/new" else messages
+    while True:
+        try:
+            text = input("> " if is_typed else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            print(end="\n" if is_typed else "")
+            return 0
+        if text == "/exit":
+            return 0
+        if text in ("/new", ""):
+            messages = list(begin) if text else messages
             continue
         asked = [*messages, {"role": "user", "content": text}]
         try:
@@ -74,17 +79,6 @@ def chat(options: argparse.Namespace) -> int:
             print(note(str(error)), flush=True)
             continue
         messages = [*asked, {"role": "assistant", "content": answer}] if answer.strip() else messages
-    return 0
-
-
-def read_message(prompt: str) -> str | None:
-    """Return what was typed, without space around it; None at the end of the input."""
-    try:
-        return input(prompt).strip()
-    except (EOFError, KeyboardInterrupt):
-        if prompt:
-            print()
-        return None
 
 
 def write_answer(trained: Any, messages: list[dict[str, Any]]) -> str:

@@ -359,6 +359,7 @@ class Runner:
             trial.state, folder = "running", self.sweep.folder_of(trial)
             folder.mkdir(parents=True, exist_ok=True)
             self.sweep.write()
+            before = time_written(folder)
             with (folder / "output.log").open("ab") as log:
                 # A session of its own: the terminal would also send Ctrl-C to it, which would then receive it twice.
                 process = subprocess.Popen(
@@ -369,7 +370,7 @@ class Runner:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            self.running[slot] = Running(trial, process, time.monotonic(), time_written(folder))
+            self.running[slot] = Running(trial, process, time.monotonic(), before)
             print(f"{trial.name}: started", flush=True)
 
     def _collect(self) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,11 @@ def tracked(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[tuple[Tracker,
         ConfigError: the folder cannot be written, or a tracker does not start.
     """
     try:
-        folder = _new_folder(Path(recipe.output_dir))
+        first = folder = Path(recipe.output_dir)
+        numbers = count(2)
+        while folder.exists():
+            folder = first.with_name(f"{first.name}-{next(numbers)}")
+        folder.mkdir(parents=True)
         track = replace(recipe.track, run_name=f"{recipe.track.run_name} {folder.name}")
         recipe = replace(recipe, track=track, output_dir=str(folder))
         (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
@@ -68,18 +73,6 @@ def tracked(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[tuple[Tracker,
         tracker.on_failure(Failure(reason=f"{type(error).__name__}: {error}", is_interruption=False))
         raise
     tracker.close(f"{recipe.track.job_type} of {facts['model']}")
-
-
-def _new_folder(first: Path) -> Path:
-    """Make a folder of this name, with a number behind it if others have it already."""
-    folder, number = first, 1
-    while True:
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            number += 1
-            folder = first.with_name(f"{first.name}-{number}")
 
 
 def track_evaluation(recipe: Recipe, score: Score, split: str) -> None:

@@ -142,7 +142,11 @@ def cached_arrays(key: Any, make: Callable[[], Mapping[str, np.ndarray | Stream]
     if (arrays := _read(path)) is None:
         with _locked(path):
             if (arrays := _read(path)) is None:
-                _remove_stale()
+                for pattern in (".mapped-*", ".*.writing", "tmp*"):  # what killed processes left unfinished
+                    for left in path.parent.glob(pattern):
+                        with suppress(OSError):
+                            if time.time() - left.stat().st_mtime > STALE_S:
+                                remove(left)
                 with explained():
                     _write(path, make())
                 arrays = _read(path)
@@ -242,15 +246,6 @@ def mapped(
     finally:  # a file may be unlinked while it is mapped; a folder of its own could not be removed then, on NFS
         for path in cache_dir().glob(f"{name}*"):  # several processes write a file each
             remove(path)
-
-
-def _remove_stale() -> None:
-    """Remove what killed processes left unfinished, if nothing has written to it for a day."""
-    for pattern in (".mapped-*", ".*.writing", "tmp*"):
-        for path in cache_dir().glob(pattern):
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime > STALE_S:
-                    remove(path)
 
 
 def idle_cores(num_rows: int, rows_each: int = 1000) -> int:

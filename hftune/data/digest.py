@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import is_dataclass
 from hashlib import sha256
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import datasets
 import numpy as np
@@ -57,12 +57,6 @@ def content_digest(dataset: Any) -> str:
     return hasher.hexdigest()
 
 
-class Hasher(Protocol):
-    """Takes in what a sample holds, piece by piece."""
-
-    def add(self, name: str, data: Any) -> None: ...
-
-
 class _Hasher:
     """Hashes one stream of bytes per name, independently of how a stream is cut into chunks."""
 
@@ -95,7 +89,7 @@ def _add(hasher: _Hasher, name: str, value: Any) -> None:
         for key, part in _attributes(value):
             if isinstance(part, datasets.Dataset):
                 _add_rows(hasher, f"{name}.{key}", part)
-            elif _length(part) == len(value) and (array := _as_array(part)) is not None:
+            elif (array := _as_array(part)) is not None and array.ndim and len(array) == len(value):
                 _add_array(hasher, f"{name}.{key}", array)
             elif isinstance(part, list | tuple) and len(part) == len(value) and not isinstance(part[0], str | Path):
                 # Texts may be paths, which differ between machines; the samples above must suffice.
@@ -110,13 +104,6 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"{key}.{index}", item) for index, item in enumerate(part))
 
 
-def _length(value: Any) -> int | None:
-    try:
-        return len(value)
-    except TypeError:
-        return None
-
-
 def _as_array(value: Any) -> np.ndarray | None:
     """Return an array, a tensor, or a list of plain numbers as an array; None for everything else."""
     if isinstance(value, np.ndarray):
@@ -129,7 +116,7 @@ def _as_array(value: Any) -> np.ndarray | None:
     return None
 
 
-def _add_array(hasher: Hasher, name: str, array: np.ndarray) -> None:
+def _add_array(hasher: _Hasher | _SampleHasher, name: str, array: np.ndarray) -> None:
     hasher.add(name, f"{array.dtype.str}{array.shape}")
     if array.ndim == 0 or array.nbytes <= ROWS:
         hasher.add(name, np.ascontiguousarray(array).tobytes())
@@ -140,7 +127,7 @@ def _add_array(hasher: Hasher, name: str, array: np.ndarray) -> None:
         hasher.add(name, np.ascontiguousarray(rows[start : start + each]).view(np.uint8).reshape(-1).data)
 
 
-def _add_sample(hasher: Hasher, name: str, sample: Any) -> None:
+def _add_sample(hasher: _Hasher | _SampleHasher, name: str, sample: Any) -> None:
     """Hash a sample of an unknown kind: arrays by their bytes, containers item by item, everything else by its repr."""
     if isinstance(sample, Mapping):
         for key, value in sample.items():
@@ -298,13 +285,17 @@ def _joined(columns: Mapping[str, Iterable[bytes]]) -> Iterator[bytes]:
 def _digests(part: Any) -> Iterable[bytes]:
     """Return the digest of each entry of something with one entry for each row."""
     if isinstance(part, datasets.Dataset):
-        return _table_digests(part)
+        batches = part.with_format("arrow").iter(ROWS)
+        by_column = (
+            {name: _column_digests(_in_one_piece(batch.column(name))) for name in batch.column_names} for batch in batches
+        )
+        return chain.from_iterable(map(_joined, by_column))
     if isinstance(part, Ragged):
         data = np.ascontiguousarray(part.flat).view(np.uint8).data
         return _span_digests(data, part.offsets.astype(np.int64) * part.flat.itemsize)
     if (array := _as_array(part)) is not None:
         return _array_digests(array)
-    return map(_sample_digest, part)
+    return map(_SampleHasher.digest, part)
 
 
 def _digest(data: Any) -> bytes:
@@ -317,17 +308,17 @@ def _span_digests(data: memoryview, offsets: np.ndarray) -> list[bytes]:
     return [_digest(data[start:stop]) for start, stop in pairwise(offsets.tolist())]
 
 
-def _sample_digest(sample: Any) -> bytes:
-    hasher = _SampleHasher()
-    _add_sample(hasher, "", sample)
-    return hasher.sha.digest()[:BYTES]
-
-
 class _SampleHasher:
     """Takes in a sample as one stream."""
 
     def __init__(self):
         self.sha = sha256()
+
+    @classmethod
+    def digest(cls, sample: Any) -> bytes:
+        hasher = cls()
+        _add_sample(hasher, "", sample)
+        return hasher.sha.digest()[:BYTES]
 
     def add(self, name: str, data: Any) -> None:
         self.sha.update(data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data)
@@ -346,11 +337,6 @@ def _array_digests(array: np.ndarray) -> Iterator[bytes]:
             yield _digest(row if end >= width else bytes(row[:end]) + row[-end:])
 
 
-def _table_digests(rows: datasets.Dataset) -> Iterator[bytes]:
-    for batch in rows.with_format("arrow").iter(ROWS):
-        yield from _joined({name: _column_digests(_in_one_piece(batch.column(name))) for name in batch.column_names})
-
-
 def _column_digests(column: pa.Array) -> list[bytes]:
     """Hash each value of an Arrow array."""
     column = _plain(column)
@@ -366,7 +352,9 @@ def _column_digests(column: pa.Array) -> list[bytes]:
         fields = {field.name: pc.struct_field(column, [index]) for index, field in enumerate(kind)}
         return [*_joined({name: _column_digests(field) for name, field in fields.items()})]
     if _is_list(kind):
-        data, width = _item_bytes(column.flatten())
+        items = column.flatten()  # all in one width: numbers as they are, anything else hashed
+        is_plain = _is_number(items.type) and not items.null_count and len(items)
+        data, width = _number_bytes(items) if is_plain else (memoryview(b"".join(_column_digests(items))), BYTES)
         return _span_digests(data, np.cumsum([0, *pc.list_value_length(column).to_numpy().astype(np.int64)]) * width)
     if _is_text(kind):
         return _span_digests(*_text_bytes(column))
@@ -374,13 +362,6 @@ def _column_digests(column: pa.Array) -> list[bytes]:
         data, width = _number_bytes(column)
         return _span_digests(data, np.arange(len(column) + 1) * width)
     return [_digest(repr(value).encode()) for value in column.to_pylist()]  # maps, unions, views
-
-
-def _item_bytes(column: pa.Array) -> tuple[memoryview, int]:
-    """Return the items of lists, all in one width, and the width in bytes: numbers as they are, anything else hashed."""
-    if _is_number(column.type) and not column.null_count and len(column):
-        return _number_bytes(column)
-    return memoryview(b"".join(_column_digests(column))), BYTES
 
 
 def _in_one_piece(values: pa.ChunkedArray) -> pa.Array:

@@ -196,8 +196,7 @@ def decode_images(rows: datasets.Dataset, column: str, split: str, form: Form) -
         return Images(found["pixels"], range(len(rows)))
 
     def shape_of(stored: Mapping[str, Any] | None, index: int) -> tuple[int, int, int]:
-        height, width = upright_size(stored, name_of(rows, index, split))
-        width, height = form.size_of(width, height)
+        width, height = form.size_of(*upright_size(stored, name_of(rows, index, split))[::-1])
         return height, width, form.num_channels
 
     def make() -> dict[str, Any]:

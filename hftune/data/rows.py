@@ -98,7 +98,7 @@ def take(
     def row_of(index: int) -> int:
         return row_numbers(rows, [index])[0]
 
-    by_class = split.held_out is not None and label_column is not None
+    by_class = split.holds_out and label_column is not None
     labels = read_labels(rows, label_column, "train", row_of) if by_class else None
     indices = split.indices(len(rows), labels, row_of, sizes)
     if len(indices) == len(rows):

@@ -23,31 +23,6 @@ Pair = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """What is held out of the training rows: a share of them, or one fold of several."""
-
-    share: float | None = None
-    """In (0, 1)."""
-    fold: tuple[int, int] | None = None
-    """Its number, from 0, and the number of folds."""
-    in_order: bool = False
-    """Whether a share is the last rows, and folds are consecutive rows, rather than random ones: for texts that run on."""
-
-    @classmethod
-    def of(cls, task: Any, in_order: bool = False) -> HeldOut | None:
-        """Return what a task with ``held_out_share`` and ``eval_fold`` holds out; None if it holds out nothing."""
-        if task.eval_fold is not None:
-            return cls(fold=(task.eval_fold[0], task.eval_fold[1]), in_order=in_order)
-        return None if task.held_out_share is None else cls(task.held_out_share, in_order=in_order)
-
-    def indices(self, num_rows: int, labels: Labels | None = None, row_of: Callable[[int], int] = int) -> Pair:
-        """Return the indices of both parts; see ``split_off`` and ``split_fold``."""
-        if self.fold is not None:
-            return split_fold(num_rows, *self.fold, labels, in_order=self.in_order, row_of=row_of)
-        return split_off(num_rows, self.share or 0.0, labels, in_order=self.in_order, row_of=row_of)
-
-
-@dataclass(frozen=True)
 class Split:
     """The rows of the data that one split uses."""
 
@@ -55,8 +30,12 @@ class Split:
     """"train", "eval" or "test"."""
     count: int | None = None
     """Number of rows to use; None for all."""
-    held_out: HeldOut | None = None
-    """What of the training rows is evaluated on. None: the split has data of its own."""
+    share: float | None = None
+    """Share of the training rows that is evaluated on, in (0, 1). None: the split has data of its own, or a fold."""
+    fold: tuple[int, int] | None = None
+    """Number, from 0, and number of the folds of the training rows, one of which is evaluated on."""
+    in_order: bool = False
+    """Whether a share is the last rows, and folds are consecutive rows, rather than random ones: for texts that run on."""
     pool: int | None = None
     """Number of rows to make folds of; None for all."""
 
@@ -70,10 +49,16 @@ class Split:
         Args:
             counts: number of rows to use, by split; None for all.
         """
-        held_out = None if name == "test" else HeldOut.of(task, in_order)
-        if held_out is None or held_out.fold is None:
-            return cls(name, counts[name], held_out)
-        return cls(name, None, held_out, counts["train"])
+        if name == "test":
+            return cls(name, counts[name])
+        if task.eval_fold is not None:
+            return cls(name, fold=(task.eval_fold[0], task.eval_fold[1]), in_order=in_order, pool=counts["train"])
+        return cls(name, counts[name], task.held_out_share, in_order=in_order)
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether rows are held out of the training rows."""
+        return self.share is not None or self.fold is not None
 
     def indices(
         self,
@@ -87,14 +72,18 @@ class Split:
         Args:
             sizes: rows of each data set that they come from; rows in order are held out of each. None: there is one.
         """
-        if self.held_out is None:
+        if not self.holds_out:
             return subsample_indices(num_rows, self.count)
-        if self.held_out.in_order and sizes is not None:
+        if self.in_order and sizes is not None:
             starts = [0, *accumulate(sizes)]
             return np.concatenate([start + self.indices(size) for start, size in zip(starts, sizes, strict=False)])
         pool_N = subsample_indices(num_rows, self.pool)
-        pool_labels = None if labels is None else [labels[index] for index in pool_N]
-        train, held_out = self.held_out.indices(len(pool_N), pool_labels, lambda index: row_of(int(pool_N[index])))
+        options: dict[str, Any] = {"in_order": self.in_order, "row_of": lambda index: row_of(int(pool_N[index]))}
+        options["labels"] = None if labels is None else [labels[index] for index in pool_N]
+        if self.fold is not None:
+            train, held_out = split_fold(len(pool_N), *self.fold, **options)
+        else:
+            train, held_out = split_off(len(pool_N), self.share or 0.0, **options)
         rows = pool_N[held_out if self.name == "eval" else train]
         return rows[subsample_indices(len(rows), self.count)]
 

@@ -168,7 +168,14 @@ def write_table(
         features: of those columns that are of a data set, to write their values as what they were there.
     """
     if kind == "parquet":
-        _write_parquet(path, columns, rows, features or {})
+        import pyarrow
+        from pyarrow import parquet
+
+        iterator, tables = iter(rows), []  # as arrays, which take far less memory than Python's values
+        while chunk := list(islice(iterator, CHUNK)):
+            found = {name: _array([row.get(name) for row in chunk], (features or {}).get(name)) for name in columns}
+            tables.append(pyarrow.table(found))
+        parquet.write_table(pyarrow.concat_tables(tables, promote_options="permissive"), path)
     elif kind == "jsonl":
         with path.open("w", encoding="utf-8") as file:
             file.writelines(_json({name: row.get(name) for name in columns}) + "\n" for row in rows)
@@ -198,17 +205,6 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _write_parquet(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], features: Mapping[str, Any]) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
-    tables = [
-        pyarrow.table({name: _array([row.get(name) for row in chunk], features.get(name)) for name in columns})
-        for chunk in _chunks(rows)
-    ]  # as arrays, which take far less memory than Python's values
-    parquet.write_table(pyarrow.concat_tables(tables, promote_options="permissive"), path)
-
-
 def _array(values: list[Any], feature: Any) -> pyarrow.Array:
     """Return values as an array: of whole numbers, those of the feature; of several kinds, as a json file may have, JSON."""
     import pyarrow
@@ -217,9 +213,3 @@ def _array(values: list[Any], feature: Any) -> pyarrow.Array:
         return pyarrow.array([None if value is None else _json(value) for value in values], pyarrow.string())
     is_whole = re.match("u?int", str(getattr(feature, "dtype", None))) is not None
     return pyarrow.array(values, feature.pa_type if is_whole else None)
-
-
-def _chunks(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    iterator = iter(rows)
-    while chunk := list(islice(iterator, CHUNK)):
-        yield chunk

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from hftune.data.cache import Stream, cached_arrays
 from hftune.errors import DataError
@@ -199,10 +200,8 @@ def lengths_of(dataset: Any, name: str) -> np.ndarray:
     """Return the number of tokens of each row of a column, int32, without reading them; of the same data sets."""
     if isinstance(dataset, Texts):
         return dataset.column(name).lengths  # type: ignore[union-attr]
-    import pyarrow.compute
-
     table = dataset.with_format("arrow", columns=[name])[:]
-    return pyarrow.compute.list_value_length(table[name]).to_numpy().astype(np.int32)
+    return pc.list_value_length(table[name]).to_numpy().astype(np.int32)
 
 
 def cached_texts(key: Any, make: Callable[[], Mapping[str, np.ndarray | Stream]]) -> Texts:
@@ -222,27 +221,19 @@ def flat_arrays(rows: datasets.Dataset) -> dict[str, np.ndarray | Stream]:
         if pa.types.is_list(chunks[0].type):
             lengths = [chunk.value_lengths().to_numpy() for chunk in chunks]
             arrays[name + OFFSETS] = offsets = np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int64)
-            numbers = (chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks)
-            arrays[name] = Stream(_narrow(name, chunks), (int(offsets[-1]),), numbers)
+            numbers, kind = (chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks), chunks[0].type.value_type
+            dtype: type = np.float32 if pa.types.is_floating(kind) else np.int32
+            if pa.types.is_integer(kind):
+                bounds = [
+                    bound for chunk in chunks for bound in pc.min_max(chunk.flatten()).as_py().values() if bound is not None
+                ]
+                dtype = np.int32 if all(-(2**31) <= bound < 2**31 for bound in bounds) else np.int64
+            elif not (dtype is np.float32 or pa.types.is_boolean(kind) or pa.types.is_null(kind)):
+                raise DataError(f"Column {name!r} of tokenized rows has lists of {kind}. They must be lists of numbers.")
+            arrays[name] = Stream(dtype, (int(offsets[-1]),), numbers)
         else:
             arrays[name] = np.concatenate([chunk.to_numpy(zero_copy_only=False) for chunk in chunks])
     return arrays
-
-
-def _narrow(name: str, chunks: Sequence[pa.ListArray]) -> type:
-    """Return the type in which the numbers of lists are kept: int32, if they fit, int64 or float32."""
-    import pyarrow.compute as pc
-
-    kind = chunks[0].type.value_type
-    if pa.types.is_floating(kind):
-        return np.float32
-    if not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)):
-        raise DataError(f"Column {name!r} of tokenized rows has lists of {kind}. They must be lists of numbers.")
-    if not pa.types.is_integer(kind):
-        return np.int32
-    bounds = [pc.min_max(chunk.flatten()).as_py() for chunk in chunks]
-    numbers = [number for bound in bounds for number in bound.values() if number is not None]
-    return np.int32 if all(-(2**31) <= number < 2**31 for number in numbers) else np.int64
 
 
 def tokenizer_key(tokenizer: Any) -> list:

@@ -153,10 +153,10 @@ class DatasetTask(Task):
         splits = {name: Split.of(self, name, self.row_counts, self.texts_run_on) for name in self.source_splits}
         sources: dict[str, Dataset] = {}
         for split, source_split in self.source_splits.items():
-            is_held_out = split == "eval" and splits[split].held_out is not None
+            is_held_out = split == "eval" and splits[split].holds_out
             sources[split] = sources["train"] if is_held_out else self.load_source(split, source_split)
         train = sources["train"]
-        label_column = self.stratify_by(train) if any(split.held_out for split in splits.values()) else None
+        label_column = self.stratify_by(train) if any(split.holds_out for split in splits.values()) else None
         sizes = None if self.mixed is None else [*map(len, self.mixed.sources)]
         return {
             split: take(rows, splits[split], label_column, sizes if rows is train else None) for split, rows in sources.items()

@@ -50,7 +50,7 @@ def test_adapters_answer_score_and_merge_as_in_training(run, capsys, monkeypatch
 
     assert main(["merge", str(run.folder)]) == 0
     said, place = capsys.readouterr().out.splitlines()[-2:]
-    assert said.startswith("Merged, in float32: its outputs are up to ") and place == str(run.folder / "model_merged")
+    assert said.startswith("Merged, in float32. Its outputs are up to ") and place == str(run.folder / "model_merged")
     # Probabilities have six digits: a difference in the eighth can move the last of them by one.
     assert probabilities(run.folder / "model_merged", run) == [pytest.approx(row, abs=2e-6) for row in own]
     assert main(["merge", str(run.folder / "model_merged")]) == 2
