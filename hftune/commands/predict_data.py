@@ -56,7 +56,6 @@ class Job:
     """What a user should know, one sentence each."""
 
     def inputs(self, rows: Sequence[int]) -> list[Any]:
-        """Return the raw inputs of some rows."""
         found = self.table.rows.select_columns(list(self.columns.values()))[list(rows)]
         values = {role: found[column] for role, column in self.columns.items()}
         for role in PATHS & values.keys():

@@ -193,7 +193,6 @@ class Parts:
         self.columns()
 
     def rows(self) -> Iterator[Prediction]:
-        """Yield the predictions of all parts that are there."""
         for path in filter(Path.is_file, map(self.path, self.all)):
             with path.open(encoding="utf-8") as file:
                 yield from map(json.loads, file)
@@ -204,7 +203,6 @@ class Parts:
         return output_columns(self.job, list(flat(first, "probabilities" in self.job.options)))
 
     def join(self) -> None:
-        """Write the output, and remove the parts."""
         columns = self.columns()
         renamed = [name for name, (source, own) in columns.items() if source == "data" and name != own]
         if self.job.selected is None and renamed:

@@ -228,7 +228,6 @@ class Sweep:
         return env
 
     def ranked(self) -> list[Trial]:
-        """Return the finished trials, the best first."""
         finished = [trial for trial in self.trials if trial.value is not None]
         return sorted(finished, key=lambda trial: trial.value or 0.0, reverse=self.recipe.greater_is_better)
 

@@ -42,7 +42,6 @@ class Blocks(Sequence):
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 
     def share_of(self, token: int) -> float:
-        """Return the share of a token among all."""
         return float((self.stream == token).mean())
 
     def contents(self) -> dict[str, np.ndarray]:
@@ -50,7 +49,6 @@ class Blocks(Sequence):
         return {"stream": self.stream, "kept": self.indices, "block_length": np.array([self.block_length])}
 
     def contents_by_row(self) -> dict[str, Iterator[np.ndarray]]:
-        """Return the tokens of each block; see hftune.data.digest."""
         return {"tokens": (self.stream[start : start + self.block_length + 1] for start in self.indices * self.block_length)}
 
     @property
@@ -80,11 +78,9 @@ class JoinedBlocks(Sequence):
         return {f"{place}.{name}": value for place, part in enumerate(self.parts) for name, value in part.contents().items()}
 
     def contents_by_row(self) -> dict[str, Iterator[np.ndarray]]:
-        """Return the tokens of each block; see hftune.data.digest."""
         return {"tokens": chain.from_iterable(part.contents_by_row()["tokens"] for part in self.parts)}
 
     def share_of(self, token: int) -> float:
-        """Return the share of a token among all."""
         sizes = [len(part.stream) for part in self.parts]
         return float(np.average([part.share_of(token) for part in self.parts], weights=sizes))
 

@@ -88,7 +88,6 @@ def one_at_a_time(key: Any, on_wait: Callable[[], None] = lambda: None) -> Itera
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of an entry."""
     lock = FileLock(path.with_suffix(".lock"))
     with explained():
         try:
@@ -174,7 +173,6 @@ class MappedArray(np.memmap):
 
 
 def map_array(path: Path) -> np.ndarray:
-    """Map a .npy file into memory, read-only."""
     return np.load(path, mmap_mode="r").view(MappedArray)
 
 

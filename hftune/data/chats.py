@@ -335,10 +335,11 @@ class ChatFormat:
         if last.place in places:
             return _Tokens(ids, spans, places)
         # Tokenized apart, as in inference, where no token can straddle the border of prompt and answer.
-        prompt, answer = self._ids(last.prompt), self._ids(last.whole.removeprefix(last.prompt))
-        if self.tokenizer.decode(prompt + answer) != self.tokenizer.decode(ids):
+        start = self._ids(last.prompt)
+        apart = start + self._ids(last.whole.removeprefix(last.prompt))
+        if self.tokenizer.decode(apart) != self.tokenizer.decode(ids):
             raise ChatError(f"Message {last.place}: prompt and answer cannot be tokenized apart.")
-        return _Tokens(prompt + answer, [(len(prompt), len(prompt + answer))], {last.place})
+        return _Tokens(apart, [(len(start), len(apart))], {last.place})
 
 
 @lru_cache(maxsize=8)

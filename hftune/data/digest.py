@@ -283,7 +283,6 @@ def _joined(columns: Mapping[str, Iterable[bytes]]) -> Iterator[bytes]:
 
 
 def _digests(part: Any) -> Iterable[bytes]:
-    """Return the digest of each entry of something with one entry for each row."""
     if isinstance(part, datasets.Dataset):
         batches = part.with_format("arrow").iter(ROWS)
         by_column = (
@@ -338,7 +337,6 @@ def _array_digests(array: np.ndarray) -> Iterator[bytes]:
 
 
 def _column_digests(column: pa.Array) -> list[bytes]:
-    """Hash each value of an Arrow array."""
     column = _plain(column)
     kind = column.type
     if column.null_count:
@@ -376,7 +374,6 @@ def _plain(column: pa.Array) -> pa.Array:
 
 
 def _is_file(kind: pa.DataType) -> bool:
-    """Return whether these are files as datasets stores images and audio."""
     return pa.types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}
 
 

@@ -132,11 +132,9 @@ class Images:
         return {"image": self.pixels_NHWC[index], "label": self.labels[index]}
 
     def contents(self) -> dict[str, Any]:
-        """Return the content to hash; see hftune.data.digest."""
         return {"pixels": self.pixels_NHWC, "labels": self.labels}
 
     def contents_by_row(self) -> dict[str, Any]:
-        """Return the content of each sample; see hftune.data.digest."""
         return self.contents()
 
 
@@ -162,11 +160,9 @@ class SeveralSizes:
         return {"image": self.pixels[end - math.prod(shape) : end].reshape(shape), "label": self.labels[index]}
 
     def contents(self) -> dict[str, Any]:
-        """Return the content to hash; see hftune.data.digest."""
         return {"pixels": self.pixels, "shapes": self.shapes_N3, "labels": self.labels}
 
     def contents_by_row(self) -> dict[str, Any]:
-        """Return the content of each sample; see hftune.data.digest."""
         pixels = Ragged(self.pixels, np.concatenate([[0], self._ends_N]))
         return {"pixels": pixels, "shapes": self.shapes_N3, "labels": self.labels}
 
@@ -244,7 +240,6 @@ def name_of(rows: datasets.Dataset, index: int, split: str) -> str:
 
 
 def with_file(stored: Mapping[str, Any] | None, name: str) -> str:
-    """Return the name of a row with that of its file, if it has one."""
     return name if stored is None or stored["bytes"] is not None else f"{name} ({stored['path']})"
 
 

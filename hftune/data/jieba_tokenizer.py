@@ -43,11 +43,7 @@ class JiebaTokenizer(BertTokenizerLegacy):
     Source: github.com/LowinLi/chinese-bigbird, src/pretrain/jieba_tokenizer/jieba_t.py, with transformers 4.6.1.
     """
 
-    model_input_names = [
-        "input_ids",
-        "token_type_ids",
-        "attention_mask",
-    ]  # as BertTokenizer; its legacy class lacks them
+    model_input_names = ["input_ids", "token_type_ids", "attention_mask"]  # as BertTokenizer; its legacy class lacks them
 
     def __init__(self, vocab_file: str | Path | None = None, **kwargs: Any):
         if vocab_file is None:  # as from_pretrained passes if there is none
@@ -79,18 +75,13 @@ class JiebaTokenizer(BertTokenizerLegacy):
     def prepare_for_tokenization(self, text: str, is_split_into_words: bool = False, **kwargs: Any) -> tuple[str, dict]:
         """Lower-case the text, except for added and special tokens."""
         if self.do_lower_case:
-            added = [token for token in self._added_tokens_encoder if token in text]
-            if added:
-                pattern = "|".join(map(re.escape, sorted(added, key=len, reverse=True)))
-                parts = re.split(f"({pattern})", text)
-                parts[::2] = map(lower, parts[::2])
-                text = "".join(parts)
-            else:
-                text = lower(text)
+            added = sorted((token for token in self._added_tokens_encoder if token in text), key=len, reverse=True)
+            parts = re.split(f"({'|'.join(map(re.escape, added))})", text) if added else [text]
+            parts[::2] = map(lower, parts[::2])
+            text = "".join(parts)
         return super().prepare_for_tokenization(text, is_split_into_words=is_split_into_words, **kwargs)
 
     def tokenize(self, text: str, **kwargs: Any) -> list[str]:
-        """Split a text into tokens."""
         prepared, _ = self.prepare_for_tokenization(text)
         if any(token in prepared for token in self._added_tokens_encoder):
             return super().tokenize(text, **kwargs)

@@ -114,7 +114,6 @@ def class_names(
 
 
 def is_whole(text: str) -> bool:
-    """Return whether a text is a whole number."""
     return re.fullmatch(r"\s*[+-]?\d+\s*", text) is not None
 
 

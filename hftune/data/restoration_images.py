@@ -70,7 +70,6 @@ class DamagedImages:
         return {"rows": self.rows}
 
     def contents_by_row(self) -> dict[str, Any]:
-        """Return the content of each sample; see hftune.data.digest."""
         return self.contents()
 
     @property
@@ -240,12 +239,10 @@ LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 
 
 def crop(sample: Mapping[str, Any], top: int, left: int, size: int) -> dict[str, Any]:
-    """Crop the same square from image, mask and target."""
     return {name: None if pixels is None else pixels[top : top + size, left : left + size] for name, pixels in sample.items()}
 
 
 def flip(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Flip image, mask and target left to right."""
     return {name: None if pixels is None else pixels[:, ::-1] for name, pixels in sample.items()}
 
 

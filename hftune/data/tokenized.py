@@ -42,7 +42,6 @@ class Ragged:
         return np.diff(self.offsets).astype(np.int32)
 
     def rows(self) -> list[np.ndarray]:
-        """Return each row, a view."""
         return np.split(self.flat, self.offsets[1:-1])
 
     def take(self, indices: Sequence[int]) -> Ragged:
@@ -52,16 +51,13 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[Any]) -> Ragged:
-        """Join rows."""
         arrays = [np.asarray(row) for row in rows]
         return cls(np.concatenate(arrays), np.cumsum([0, *map(len, arrays)]))
 
     def without_last(self) -> Ragged:
-        """Leave out the last number of each row."""
         return Ragged(np.delete(self.flat, self.offsets[1:] - 1), self.offsets - np.arange(len(self.offsets)))
 
     def without_first(self) -> Ragged:
-        """Leave out the first number of each row."""
         return Ragged(np.delete(self.flat, self.offsets[:-1]), self.offsets - np.arange(len(self.offsets)))
 
     def padded(self, value: int, side: str = "right") -> tuple[Tensor, Tensor]:
@@ -105,7 +101,6 @@ class Texts(Sequence):
         }
 
     def __getitems__(self, indices: Sequence[int]) -> Samples:
-        """Return several samples at once, as torch's loader asks for them."""
         return Samples(self, indices)
 
     def column(self, name: str) -> Ragged | np.ndarray:
@@ -129,11 +124,9 @@ class Texts(Sequence):
         )
 
     def contents(self) -> Mapping[str, np.ndarray]:
-        """Return the content to hash; see hftune.data.digest."""
         return self._arrays
 
     def contents_by_row(self) -> Mapping[str, Ragged | np.ndarray]:
-        """Return the columns; see hftune.data.digest."""
         return self._columns
 
 

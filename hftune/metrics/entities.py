@@ -41,7 +41,6 @@ def tag_metrics(
 def _entity_scores(
     references: Sequence[Sequence[str]], predictions: Sequence[Sequence[str]]
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return the scores of all entities, and those of each type."""
     from seqeval.metrics import classification_report
 
     with warnings.catch_warnings():

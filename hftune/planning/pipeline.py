@@ -245,5 +245,4 @@ class PipelineMeter:
 
 
 def tensors(micro_batch: PipelineMicroBatch) -> list[Tensor]:
-    """Return the tensors of a micro-batch."""
     return [value for value in (*micro_batch.inputs.values(), micro_batch.target) if isinstance(value, Tensor)]

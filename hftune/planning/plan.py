@@ -196,7 +196,6 @@ class Plan:
     """Notices for the user, one sentence each."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain data."""
         return asdict(self)
 
 
@@ -391,7 +390,6 @@ def weigh(
 
 
 def falls_on(config: EvalConfig | CheckpointConfig, num_steps: int, steps_per_epoch: int) -> list[int]:
-    """List the steps that an evaluation, or a checkpoint, follows."""
     return [step for step in range(1, num_steps + 1) if config.falls_on(step, num_steps, steps_per_epoch)]
 
 

@@ -19,7 +19,6 @@ BAR = 20
 
 
 def plan_text(plan: Plan) -> str:
-    """Format a plan."""
     parts = {
         "data": data(plan),
         "steps": steps(plan),
@@ -78,7 +77,6 @@ def steps(plan: Plan) -> Iterator[str]:
 
 
 def learning_rate(plan: Plan) -> Iterator[str]:
-    """A table with bars."""
     rates, peak = plan.learning_rate, max(rate.lr for rate in plan.learning_rate)
     width = len(f"{plan.steps.total:,}")
     for rate in rates:
@@ -110,7 +108,6 @@ def groups(plan: Plan) -> Iterator[str]:
 
 
 def pipeline(found: PipelinePlan) -> Iterator[str]:
-    """Stages and idle time."""
     pp_size = max((stage.place for stage in found.stages), default=0) + 1
     if found.stages:
         yield f"{len(found.stages)} stages on {pp_size} processes" + (
@@ -200,6 +197,5 @@ def listed(steps: Sequence[int], most: int = 6) -> str:
 
 
 def bar(value: float, full: float) -> str:
-    """Draw a share of ``full``."""
     length = round(BAR * value / full) if full else 0
     return f"{chr(0x2588) * length:<{BAR}}"
