@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,21 +59,20 @@ def words(commands: Mapping[str, str], parser_of: ParserOf, before: Sequence[str
         commands: with what each does.
         before: the words before it; the first is the command.
     """
-    found = _arguments(parser_of(before[0]), before, word) if before else commands.items()
-    yield from ((text, about.partition(". ")[0]) for text, about in found if text.startswith(word))
-
-
-def _arguments(parser: argparse.ArgumentParser | None, before: Sequence[str], word: str) -> Iterator[tuple[str, str]]:
+    parser = parser_of(before[0]) if before else None
     actions = [] if parser is None else parser._actions
     asking = next((action for action in actions if before[-1] in action.option_strings and action.nargs != 0), None)
-    if asking is not None:
-        yield from ((str(choice), "") for choice in _choices(before[0], asking))
+    if not before:
+        found: Iterable[tuple[str, str]] = commands.items()
+    elif asking is not None:
+        found = ((choice, "") for choice in _choices(before[0], asking))
     elif word.startswith("-"):
-        yield from ((option, action.help or "") for action in actions for option in action.option_strings)
+        found = ((option, action.help or "") for action in actions for option in action.option_strings)
     elif any(action.dest == "words" for action in actions):
-        yield from _recipe_words(before, word)
+        found = _recipe_words(before, word)
     else:
-        yield from ((str(choice), "") for action in actions for choice in _choices(before[0], action))
+        found = ((choice, "") for action in actions for choice in _choices(before[0], action))
+    yield from ((text, about.partition(". ")[0]) for text, about in found if text.startswith(word))
 
 
 def _choices(command: str, action: argparse.Action) -> Sequence[str]:
@@ -82,7 +81,7 @@ def _choices(command: str, action: argparse.Action) -> Sequence[str]:
 
     if (command, action.dest) in (("configs", "name"), ("slurm", "config")):
         return config_names()
-    return ["task", *SECTIONS] if (command, action.dest) == ("train", "help") else [*(action.choices or ())]
+    return ["task", *SECTIONS] if (command, action.dest) == ("train", "help") else [*map(str, action.choices or ())]
 
 
 def _recipe_words(before: Sequence[str], word: str) -> Iterator[tuple[str, str]]:

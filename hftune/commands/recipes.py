@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import textwrap
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -13,8 +12,6 @@ from hftune.tracking.console import printed_width
 
 INDENT = 2
 """Spaces before a recipe, and more for each recipe that it builds on."""
-NARROW = 60
-"""Columns of a terminal in which a recipe's text goes below its name."""
 OWN_DATA = """
 A recipe at the left margin takes data of your own; one below it is the same problem on given data.
   hftune train recipe=text_classification task.data_files.train=my.csv task.eval_share=0.1
@@ -65,21 +62,22 @@ def listing(listed: Mapping[str, Listed], width: int | None) -> str:
     Args:
         width: of the terminal, which texts are wrapped to. None: they are not wrapped.
     """
-    entries = [*_below(listed, None)]
-    left = max(INDENT * depth + len(name) for name, depth in entries) + 2
-    is_narrow = width is not None and width - left < NARROW
-    lines: list[str] = []
-    for name, depth in entries:
+    from rich.console import Console
+    from rich.table import Table
+
+    grid = Table.grid("", "", padding=(0, 2))
+    grid.columns[0].no_wrap = True
+    for name, depth in _below(listed, None):
         about = listed[name]
-        texts = [about.purpose] + ([f"Columns: {about.columns}"] if about.columns and not depth else [])
-        start = INDENT * (depth + 2) if is_narrow else left
-        wrapped = [line for text in texts for line in _wrap(text, width, start)]
-        head = " " * INDENT * depth + name
-        if not depth and lines:
-            lines.append("")
-        lines += [head] if is_narrow else [f"{head:<{left}}{wrapped.pop(0)}"]
-        lines += [" " * start + line for line in wrapped]
-    return "\n".join(lines)
+        if not depth and grid.rows:
+            grid.add_row()
+        grid.add_row(" " * INDENT * depth + name, about.purpose)
+        if about.columns and not depth:
+            grid.add_row("", f"Columns: {about.columns}")
+    console = Console(width=width or 1000, markup=False, highlight=False, color_system=None)
+    with console.capture() as capture:
+        console.print(grid)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 def _below(listed: Mapping[str, Listed], base: str | None, depth: int = 0) -> Iterator[tuple[str, int]]:
@@ -88,9 +86,3 @@ def _below(listed: Mapping[str, Listed], base: str | None, depth: int = 0) -> It
     for name in sorted(names, key=lambda name: (name != f"{base}_demo", name)):
         yield name, depth
         yield from _below(listed, name, depth + 1)
-
-
-def _wrap(text: str, width: int | None, start: int) -> list[str]:
-    if width is None:
-        return [text]
-    return textwrap.wrap(text, width - start, subsequent_indent=" " * INDENT, break_long_words=False, break_on_hyphens=False)

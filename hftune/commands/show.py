@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 from hftune.commands.arguments import add_recipe, check_at_least_1
@@ -41,38 +40,29 @@ def run(options: argparse.Namespace) -> int:
 
 
 def show_samples(recipe: Any, count: int) -> None:
-    """Print training samples with what the model learns to write of each.
+    """Print training samples with what the model learns to write of each: in colour on a terminal, elsewhere between MARKS.
 
     Raises:
         ConfigError: the task's samples are no texts.
     """
     if not hasattr(type(recipe.task), "marked"):
         raise ConfigError(f"--samples: {type(recipe.task).__name__} has no samples that can be shown as text.")
+    from rich.console import Console
+    from rich.text import Text
+
     from hftune.build import load_datasets
     from hftune.tracking.console import hide_progress_bars
 
     hide_progress_bars()
     samples = load_datasets(recipe)["train"]
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    has_colours = console.is_terminal and console.color_system is not None and not console.no_color
     for index in range(min(count, len(samples))):
-        example = samples[index]
+        example, text = samples[index], Text()
         ids, labels = (list(example.get(name, ())) for name in ("input_ids", "labels"))
         trained = f", {sum(label >= 0 for label in labels):,} trained" if labels else ""
         counts = f" ({len(ids) + bool(labels):,} tokens{trained})" if ids else ""
-        show_sample(f"sample {index} of {len(samples):,}{counts}", recipe.task.marked(example))
-
-
-def show_sample(title: str, pieces: Iterable[tuple[str, bool]]) -> None:
-    """Print one sample: in colour on a terminal, elsewhere between MARKS."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    has_colours = console.is_terminal and console.color_system is not None and not console.no_color
-    text = Text()
-    for piece, is_trained in pieces:
-        if is_trained and not has_colours:
-            piece = f"{MARKS[0]}{piece}{MARKS[1]}"
-        text.append(piece, TRAINED if is_trained else None)
-    console.print(Text(title, "dim"))
-    console.print(text)
-    console.print()
+        for piece, is_trained in recipe.task.marked(example):
+            marked = f"{MARKS[0]}{piece}{MARKS[1]}" if is_trained and not has_colours else piece
+            text.append(marked, TRAINED if is_trained else None)
+        console.print(Text(f"sample {index} of {len(samples):,}{counts}", "dim"), text, "", sep="\n")
