@@ -91,19 +91,6 @@ def in_flight(config: ParallelConfig, pp_rank: int, num_micro_batches: int) -> l
     return [counts[index] for index in range(per_place)]
 
 
-def describe_stages(model: nn.Module, stages: Sequence[nn.Module], pp_size: int) -> list[StagePlan]:
-    """Return which parts of the model its stages hold."""
-    names = {module: name for name, module in model.named_modules()}
-    part_of = {parameter: name.rpartition(".")[0] for name, parameter in model.named_parameters()}
-    part_of |= {parameter: names[layer] for layer in layers_of(model) for parameter in layer.parameters()}
-    described = []
-    for index, stage in enumerate(stages):
-        own = {*stage.parameters()}
-        modules = [*dict.fromkeys(part for parameter, part in part_of.items() if parameter in own)]
-        described.append(StagePlan(index % pp_size, modules, sum(parameter.numel() for parameter in own)))
-    return described
-
-
 @dataclass(frozen=True)
 class StageMemory:
     """What one micro-batch takes in one stage, in bytes."""
@@ -135,7 +122,15 @@ class PipelineMeter:
         precision = SimpleNamespace(autocast=partial(torch.autocast, self.device.type, torch.bfloat16, is_bf16))
         self.model, seeds = model, LayerSeeds(self.device)
         modules = cut(model, count, self.config.split)
-        self.described = describe_stages(model, modules, self.config.pipeline_stages)
+        names = {module: name for name, module in model.named_modules()}
+        part_of = {parameter: name.rpartition(".")[0] for name, parameter in model.named_parameters()}
+        part_of |= {parameter: names[layer] for layer in layers_of(model) for parameter in layer.parameters()}
+        self.described = []
+        for index, module in enumerate(modules):
+            own = {*module.parameters()}
+            parts = [*dict.fromkeys(part for parameter, part in part_of.items() if parameter in own)]
+            place = index % self.config.pipeline_stages
+            self.described.append(StagePlan(place, parts, sum(parameter.numel() for parameter in own)))
         self.stages = [Stage(module, index, count, self.task, precision, seeds).train() for index, module in enumerate(modules)]
         self.unused: set[nn.Parameter] = set()
         """Trainable parameters that get no gradient on some process."""

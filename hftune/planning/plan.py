@@ -221,8 +221,7 @@ def make_plan(recipe: Recipe, num_processes: int = 1, device: str | None = None)
     recipe.validate()
     check_names(recipe)
     unsure: list[str] = []
-    on_device = target_device(device, unsure)
-    recipe = settle_precision(recipe, on_device, device, unsure)
+    recipe, on_device = settle_device(recipe, device, unsure)
     config, parallel = recipe.train, recipe.parallel
     if parallel.pipeline_stages > 1:
         check_parallel(recipe, num_processes)
@@ -393,26 +392,20 @@ def falls_on(config: EvalConfig | CheckpointConfig, num_steps: int, steps_per_ep
     return [step for step in range(1, num_steps + 1) if config.falls_on(step, num_steps, steps_per_epoch)]
 
 
-def target_device(wanted: str | None, notices: list[str]) -> torch.device:
-    """Return the device to estimate memory for; add a notice if it is not the wanted one."""
-    if wanted is None:
-        wanted = "cuda" if torch.cuda.is_available() and not on_cpu() else "cpu"
-    if wanted == "cuda" and not torch.backends.cuda.is_built():
+def settle_device(recipe: Recipe, wanted: str | None, notices: list[str]) -> tuple[Recipe, torch.device]:
+    """Return the recipe with what auto means for mixed_precision and base_dtype there, and the device to estimate memory for.
+
+    Args:
+        wanted: see ``make_plan``. A device that this PyTorch cannot simulate gets a notice, and its precision.
+    """
+    name = wanted or ("cuda" if torch.cuda.is_available() and not on_cpu() else "cpu")
+    if name == "cuda" and not torch.backends.cuda.is_built():
         notices.append(
             "The memory is estimated for the CPU: this PyTorch is built without CUDA, and cannot simulate a step there. "
             "Weights, gradients and optimizer are the same on a GPU; activations may differ, as other kernels run."
         )
-        wanted = "cpu"
-    return torch.device(wanted)
-
-
-def settle_precision(recipe: Recipe, device: torch.device, wanted: str | None, notices: list[str]) -> Recipe:
-    """Return the recipe with what auto means for mixed_precision and base_dtype on the devices planned for.
-
-    Args:
-        wanted: the device that was asked for, which may not be here; see ``make_plan``.
-    """
-    precision = recipe.train.mixed_precision
+        name = "cpu"
+    device, precision = torch.device(name), recipe.train.mixed_precision
     if precision == "auto":
         is_here = device.type == "cuda" and torch.cuda.is_available()
         precision = "bf16" if (computes_bf16(device) if is_here else wanted == "cuda") else "no"
@@ -422,7 +415,7 @@ def settle_precision(recipe: Recipe, device: torch.device, wanted: str | None, n
     if base_dtype == "auto":
         base_dtype = "bf16" if precision == "bf16" and "cuda" in (wanted, device.type) else "float32"
     train, adapter = replace(recipe.train, mixed_precision=precision), replace(recipe.adapter, base_dtype=base_dtype)
-    return replace(recipe, train=train, adapter=adapter)
+    return replace(recipe, train=train, adapter=adapter), device
 
 
 def add_model(
