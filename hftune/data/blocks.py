@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import datasets
 import numpy as np
+from torch.utils.data import ConcatDataset
 from transformers import PreTrainedTokenizerBase
 
 from hftune.data.cache import cached_arrays, mapped
@@ -58,36 +58,30 @@ class Blocks(Sequence):
         return np.minimum(self.block_length, len(self.stream) - 1 - starts).astype(np.int32)
 
 
-class JoinedBlocks(Sequence):
+class JoinedBlocks(ConcatDataset):
     """The blocks of several streams, one stream after the other. No block has tokens of two."""
 
-    def __init__(self, parts: Sequence[Blocks]):
-        self.parts = parts
-        self._ends = [*accumulate(map(len, parts))]
-        self.total = sum(part.total for part in parts)
+    datasets: list[Blocks]
 
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:  # type: ignore[override]  # no slices
-        place = bisect_right(self._ends, index)
-        return self.parts[place][index - [0, *self._ends][place]]
+    @property
+    def total(self) -> int:
+        return sum(part.total for part in self.datasets)
 
     def contents(self) -> dict[str, np.ndarray]:
         """Return the content to hash; see hftune.data.digest."""
-        return {f"{place}.{name}": value for place, part in enumerate(self.parts) for name, value in part.contents().items()}
+        return {f"{place}.{name}": value for place, part in enumerate(self.datasets) for name, value in part.contents().items()}
 
     def contents_by_row(self) -> dict[str, Iterator[np.ndarray]]:
-        return {"tokens": chain.from_iterable(part.contents_by_row()["tokens"] for part in self.parts)}
+        return {"tokens": chain.from_iterable(part.contents_by_row()["tokens"] for part in self.datasets)}
 
     def share_of(self, token: int) -> float:
-        sizes = [len(part.stream) for part in self.parts]
-        return float(np.average([part.share_of(token) for part in self.parts], weights=sizes))
+        sizes = [len(part.stream) for part in self.datasets]
+        return float(np.average([part.share_of(token) for part in self.datasets], weights=sizes))
 
     @property
     def lengths(self) -> np.ndarray:
         """Number of labels in each block, int32."""
-        return np.concatenate([part.lengths for part in self.parts])
+        return np.concatenate([part.lengths for part in self.datasets])
 
 
 def token_stream(rows: datasets.Dataset, column: str, tokenizer: PreTrainedTokenizerBase, split: str) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import file_digest, sha256
 from itertools import islice
@@ -58,7 +58,12 @@ def read_table(name: str, config: str | None = None) -> Table:
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        table = _from_folder(name, path)
+        import datasets
+
+        files = [(str(file.relative_to(path)), file.stat()) for file in list_images(path, f"--data {name}")]
+        stamps = [[relative, state.st_size, state.st_mtime_ns] for relative, state in files]
+        rows = datasets.Dataset.from_dict({"image": [relative for relative, _ in files]})
+        table = Table(name, rows, sha256(json.dumps(stamps).encode()).hexdigest(), path)
     elif path.is_file():
         table = _from_file(name, path)
     elif re.fullmatch(r"[\w.-]+/[\w.-]+(:.+)?", name) and format_of(name) is None and not name.startswith("."):
@@ -69,16 +74,6 @@ def read_table(name: str, config: str | None = None) -> Table:
     if len(table) == 0:
         raise DataError(f"--data {name} has no rows.")
     return table
-
-
-def _from_folder(name: str, folder: Path) -> Table:
-    """List the images of a folder and of those below it, by path."""
-    import datasets
-
-    files = [(str(path.relative_to(folder)), path.stat()) for path in list_images(folder, f"--data {name}")]
-    rows = datasets.Dataset.from_dict({"image": [relative for relative, _ in files]})
-    stamps = [[relative, state.st_size, state.st_mtime_ns] for relative, state in files]
-    return Table(name, rows, sha256(json.dumps(stamps).encode()).hexdigest(), folder)
 
 
 def _from_file(name: str, path: Path) -> Table:
@@ -107,20 +102,16 @@ def _with_dates_as_written(rows: datasets.Dataset, path: Path) -> datasets.Datas
     if not moments:
         return rows
     with fsspec.open(str(path), "rt", compression="infer", encoding="utf-8-sig") as file:
-        values = list(_json_values(file.read()))
+        text = file.read()
+    decoder, place, values = json.JSONDecoder(strict=False), 0, []
+    while rest := re.compile(r"\S").search(text, place):  # several values, or one that is a list of them
+        value, place = decoder.raw_decode(text, rest.start())
+        values += value if isinstance(value, list) else [value]
     columns, read = rows.column_names, {name: f"{name} as it was read" for name in moments}
     rows = rows.rename_columns(read)
     for name in moments:
         rows = rows.add_column(name, [value.get(name) for value in values])
     return rows.select_columns(columns)
-
-
-def _json_values(text: str) -> Iterator[Any]:
-    """Yield the values of a text of several, or those of the list that it holds."""
-    decoder, place = json.JSONDecoder(strict=False), 0
-    while rest := re.compile(r"\S").search(text, place):
-        value, place = decoder.raw_decode(text, rest.start())
-        yield from value if isinstance(value, list) else [value]
 
 
 def _with_numbers(rows: datasets.Dataset) -> datasets.Dataset:

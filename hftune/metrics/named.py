@@ -33,7 +33,34 @@ def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
 
 @functools.cache  # each evaluation asks for them, and loading a module of evaluate takes a second
 def _load(name: str) -> Metric:
-    return _imported(name) if is_function(name) else _loaded(name)
+    if is_function(name):
+        path, _, attribute = name.rpartition(".")
+        found = import_named("eval.metrics", name, path, attribute)
+        if not callable(found):
+            raise ConfigError(f"eval.metrics={name} is not a function that takes the rows of a split.")
+        return found
+    import evaluate
+
+    try:
+        module = evaluate.load(name, keep_in_memory=True)
+    except Exception as error:  # evaluate raises what its module's own imports do
+        raise ConfigError(
+            f"eval.metrics={name} is not a module that evaluate can load: {first_line(error)}. Give the path of its script, or "
+            "the dotted path of a function that takes the rows."
+        ) from error
+
+    def computed(rows: Rows) -> Any:
+        columns = {}
+        for argument, fields in FIELDS.items():
+            if (field := next((field for field in fields if field in rows[0]), None)) is None:
+                known = ", ".join(rows[0])
+                raise ValueError(
+                    f"{name} needs {argument}, a field of the rows called {' or '.join(fields)}; these have {known}"
+                )
+            columns[argument] = [row[field] for row in rows]
+        return module.compute(**columns)
+
+    return computed
 
 
 def is_function(name: str) -> bool:
@@ -56,7 +83,7 @@ def compute(metrics: Mapping[str, Metric], rows: Rows, taken: Collection[str]) -
             result = metric(rows)
         except Exception as error:  # whatever the user's code, or a package of evaluate, raises
             raise TrainingError(f"eval.metrics={name} failed on {len(rows)} rows: {type(error).__name__}: {error}") from error
-        if _is_number(result):
+        if isinstance(result, numbers.Number) or getattr(result, "ndim", None) == 0:
             result = {name.rpartition(".")[2] if is_function(name) else Path(name).stem: result}
         if not isinstance(result, Mapping):
             raise TrainingError(f"eval.metrics={name} returned {format_value(result)}, which is neither a dict nor a number.")
@@ -67,40 +94,3 @@ def compute(metrics: Mapping[str, Metric], rows: Rows, taken: Collection[str]) -
                 )
             found[key] = value
     return found
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Number) or getattr(value, "ndim", None) == 0
-
-
-def _imported(name: str) -> Metric:
-    module, _, attribute = name.rpartition(".")
-    found = import_named("eval.metrics", name, module, attribute)
-    if not callable(found):
-        raise ConfigError(f"eval.metrics={name} is not a function that takes the rows of a split.")
-    return found
-
-
-def _loaded(name: str) -> Metric:
-    import evaluate
-
-    try:
-        module = evaluate.load(name, keep_in_memory=True)
-    except Exception as error:  # evaluate raises what its module's own imports do
-        raise ConfigError(
-            f"eval.metrics={name} is not a module that evaluate can load: {first_line(error)}. Give the path of its script, or "
-            "the dotted path of a function that takes the rows."
-        ) from error
-    return lambda rows: module.compute(**_columns(name, rows))
-
-
-def _columns(name: str, rows: Rows) -> dict[str, list[Any]]:
-    columns = {}
-    for argument, fields in FIELDS.items():
-        field = next((field for field in fields if field in rows[0]), None)
-        if field is None:
-            raise ValueError(
-                f"{name} needs {argument}, a field of the rows called {' or '.join(fields)}; these have {', '.join(rows[0])}"
-            )
-        columns[argument] = [row[field] for row in rows]
-    return columns

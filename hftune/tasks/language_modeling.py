@@ -151,7 +151,7 @@ class LanguageModeling(TokenTask):
     def mixture(self, dataset: Any) -> list[tuple[int, float]] | None:
         if self.mixed is None:
             return None
-        return [(len(part), weight) for part, weight in zip(dataset.parts, self.mixed.weights, strict=True)]
+        return [(len(part), weight) for part, weight in zip(dataset.datasets, self.mixed.weights, strict=True)]
 
     def build_model(self) -> PreTrainedModel:
         """Load the model, or build a new one, and set its generation config."""
@@ -181,7 +181,7 @@ class LanguageModeling(TokenTask):
 
         messages = [*notices.ignored_splits(self), *notices.held_out(self, notices.num_rows(self.rows["train"])[1])]
         if self.mixed is not None:
-            messages += notices.mixed(self.mixed, [*map(len, datasets["train"].parts)], "blocks")
+            messages += notices.mixed(self.mixed, [*map(len, datasets["train"].datasets)], "blocks")
         messages += notices.left_out({split: (len(blocks), blocks.total) for split, blocks in datasets.items()}, "blocks")
         inputs = {split: (block["input_ids"] for block in blocks) for split, blocks in datasets.items()}
         messages += notices.shared(inputs, "blocks")

@@ -231,7 +231,7 @@ def test_blocks_of_a_mixture_have_tokens_of_one_data_set_and_the_end_of_each_is_
     kinds = [{first, second} & {*block["input_ids"].tolist()} for block in train]
     assert len(train) == len(train.lengths) == 21 + 11 and kinds == [{first}] * 21 + [{second}] * 10 + [set()]  # a rest
     assert loaded.mixture(train) == [(21, 1.0), (11, 3.0)]
-    tokens = [token for part in train.parts for token in part.stream.tolist()]
+    tokens = [token for part in train.datasets for token in part.stream.tolist()]
     assert train.share_of(first) == pytest.approx(tokens.count(first) / len(tokens))
     assert train.lengths.sum() == 36 * 4 - 1 + 18 * 4 - 1  # every token but the first of each is predicted once
     limited = LanguageModeling(datasets_=entries, eval_share=0.1, max_train_samples=5, model_config={"model_type": "gpt2"})
