@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,52 +19,9 @@ Row = dict[str, Any]
 Rng = np.random.RandomState
 
 
-def digits(split: str, count: int | None = None) -> Iterator[Row]:
-    """Yield digits that look handwritten: "image", grey, 28 x 28 pixels, white on black, and "label", the digit.
-
-    Size, position, slant, rotation, thickness, every point of a stroke, and noise are random.
-
-    Args:
-        split: "train" (4,000 rows) or "eval" (1,000); each has its own random stream.
-        count: number of rows; None for all.
-    """
-    rng = _rng(split)
-    for _ in range(count or (4000 if split == "train" else 1000)):
-        label = int(rng.randint(10))
-        yield {"image": _digit(label, rng), "label": label}
-
-
-def shapes(split: str, count: int | None = None) -> Iterator[Row]:
-    """Yield shapes in one of six kinds: "image", RGB, with sides of 40 to 64 pixels, and "label", the name of the kind.
-
-    Size, position, rotation, colours and noise are random. Arguments as for ``digits``; 1,000 and 200 rows.
-    """
-    rng = _rng(split)
-    for _ in range(count or (1000 if split == "train" else 200)):
-        name = SHAPES[rng.randint(len(SHAPES))]
-        yield {"image": _shape(name, rng), "label": name}
-
-
-def pictures(split: str, count: int | None = None) -> Iterator[Row]:
-    """Yield pictures of sky, sun and hills: "image", RGB, with sides of 40 to 56 pixels.
-
-    Arguments as for ``digits``; 120 and 24 rows.
-    """
-    rng = _rng(split)
-    for _ in range(count or (120 if split == "train" else 24)):
-        width, height = (4 * rng.randint(10, 15, size=2)).tolist()
-        yield {"image": _landscape(width, height, rng)}
-
-
 def no_such_split(split: str) -> DataError:
     """Return the error of a demo that is asked for a split that it does not have."""
     return DataError(f"This demo has no {split} split. Set task.{split}_split to null.")
-
-
-def _rng(split: str) -> Rng:
-    if split not in ("train", "eval"):
-        raise no_such_split(split)
-    return Rng([0, ["train", "eval"].index(split)])
 
 
 def _arc(x: float, y: float, right: float, down: float, start: float, stop: float) -> Stroke:
@@ -96,8 +54,8 @@ WAYS: list[tuple[int, list[Stroke]]] = [
 ]
 
 
-def _digit(digit: int, rng: Rng) -> Image.Image:
-    size, scale = 28, 4  # drawn larger and then averaged, for smooth edges
+def _digit(rng: Rng) -> Row:
+    digit, size, scale = int(rng.randint(10)), 28, 4  # drawn larger and then averaged, for smooth edges
     ways = [strokes for number, strokes in WAYS if number == digit]
     strokes = ways[rng.randint(len(ways))]
     canvas = Image.new("L", (size * scale, size * scale))
@@ -114,11 +72,11 @@ def _digit(digit: int, rng: Rng) -> Image.Image:
             pen.ellipse((x - thickness / 2, y - thickness / 2, x + thickness / 2, y + thickness / 2), fill=255)
     ink = np.asarray(canvas.reduce(scale), dtype=np.float32) * rng.uniform(0.6, 1.0)
     noisy = ink + rng.normal(0, 1, size=ink.shape) * rng.uniform(0, 25)
-    return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+    return {"image": Image.fromarray(noisy.clip(0, 255).astype(np.uint8)), "label": digit}
 
 
-def _shape(name: str, rng: Rng) -> Image.Image:
-    scale = 2  # drawn larger and then averaged, for smooth edges
+def _shape(rng: Rng) -> Row:
+    name, scale = SHAPES[rng.randint(len(SHAPES))], 2  # drawn larger and then averaged, for smooth edges
     width, height = (int(value) for value in rng.randint(40, 65, size=2))
     ground, colour = rng.randint(0, 90, size=3), rng.randint(130, 256, size=3)
     canvas = Image.new("RGB", (width * scale, height * scale), tuple(ground.tolist()))
@@ -134,7 +92,7 @@ def _shape(name: str, rng: Rng) -> Image.Image:
         pen.polygon([(x + radius * a, y + radius * b) for a, b in _corners(name, turn)], fill=ink)
     pixels = np.asarray(canvas.reduce(scale), dtype=np.float32)
     noisy = pixels + rng.normal(0, 1, size=pixels.shape) * rng.uniform(0, 12)
-    return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+    return {"image": Image.fromarray(noisy.clip(0, 255).astype(np.uint8)), "label": name}
 
 
 def _corners(name: str, turn: float) -> list[tuple[float, float]]:
@@ -156,7 +114,8 @@ def _corners(name: str, turn: float) -> list[tuple[float, float]]:
     return [(radius * math.cos(turn + angle), radius * math.sin(turn + angle)) for angle, radius in polar]
 
 
-def _landscape(width: int, height: int, rng: Rng) -> Image.Image:
+def _landscape(rng: Rng) -> Row:
+    width, height = (4 * rng.randint(10, 15, size=2)).tolist()
     top, bottom = rng.uniform([60, 90, 130], [200, 220, 256]), rng.uniform([150, 120, 80], [256, 220, 200])
     share_H11 = np.linspace(0, 1, height)[:, None, None]
     sky = np.broadcast_to(top * (1 - share_H11) + bottom * share_H11, (height, width, 3))
@@ -171,4 +130,27 @@ def _landscape(width: int, height: int, rng: Rng) -> Image.Image:
         line = base + (waves[0] + waves[1])
         colour = tuple(int(value) for value in rng.uniform([20, 70, 20], [110, 170, 90]) * (1 - 0.15 * depth))
         pen.polygon([*zip(across.tolist(), line.tolist(), strict=True), (width, height), (0, height)], fill=colour)
-    return image
+    return {"image": image}
+
+
+def _drawn(draw: Callable[[Rng], Row], num_train: int, num_eval: int, split: str, count: int | None = None) -> Iterator[Row]:
+    """Yield rows of a split, "train" or "eval"; each has its own random stream. ``count``: number of rows; None for all."""
+    if split not in ("train", "eval"):
+        raise no_such_split(split)
+    rng = Rng([0, int(split == "eval")])
+    for _ in range(count or (num_train if split == "train" else num_eval)):
+        yield draw(rng)
+
+
+digits = partial(_drawn, _digit, 4000, 1000)
+"""Digits that look handwritten: "image", grey, 28 x 28 pixels, white on black, and "label", the digit.
+
+Size, position, slant, rotation, thickness, every point of a stroke, and noise are random.
+"""
+shapes = partial(_drawn, _shape, 1000, 200)
+"""Shapes in one of six kinds: "image", RGB, with sides of 40 to 64 pixels, and "label", the name of the kind.
+
+Size, position, rotation, colours and noise are random.
+"""
+pictures = partial(_drawn, _landscape, 120, 24)
+"""Pictures of sky, sun and hills: "image", RGB, with sides of 40 to 56 pixels."""
