@@ -168,31 +168,29 @@ def _add_column(hasher: _Hasher, name: str, column: pa.Array) -> None:
     if column.null_count:
         hasher.add(f"{name} nulls", column.is_valid().cast(pa.uint8()).to_numpy().tobytes())
         column = column.drop_null()
-    kind = column.type
-    if pa.types.is_null(kind) or len(column) == 0:
+    type_, kind = column.type, _kind(column.type)
+    if pa.types.is_null(type_) or len(column) == 0:
         return
-    if _is_file(kind):
+    if kind == "file":
         data = pc.struct_field(column, "bytes")
         if data.null_count == 0:  # their path only tells where they were packed, if anything
             _add_column(hasher, name, data)
         else:
             for content in _file_contents(column):
                 hasher.add(name, xxhash.xxh3_128_digest(content))
-    elif pa.types.is_struct(kind):
-        for index, field in enumerate(kind):
+    elif kind == "struct":
+        for index, field in enumerate(type_):
             _add_column(hasher, f"{name}.{field.name}", pc.struct_field(column, [index]))
-    elif _is_list(kind):
-        if not pa.types.is_fixed_size_list(kind):
+    elif kind == "list":
+        if not pa.types.is_fixed_size_list(type_):
             hasher.add(f"{name} lengths", pc.list_value_length(column).cast(pa.int64()).to_numpy().tobytes())
         _add_column(hasher, f"{name}.item", column.flatten())
-    elif _is_text(kind):
+    elif kind == "text":
         hasher.add(f"{name} lengths", pc.binary_length(column).cast(pa.int64()).to_numpy().tobytes())
         data, offsets = _text_bytes(column)
         hasher.add(name, data[offsets[0] : offsets[-1]])
-    elif _is_number(kind):
-        hasher.add(name, _number_bytes(column)[0])
-    else:  # maps, unions, views: rare, and small enough for repr
-        hasher.add(name, repr(column.to_pylist()))
+    else:  # those of other kinds are rare, and small enough for repr
+        hasher.add(name, _number_bytes(column)[0] if kind == "number" else repr(column.to_pylist()))
 
 
 def row_hashes(dataset: Any) -> np.ndarray | None:
@@ -338,28 +336,28 @@ def _array_digests(array: np.ndarray) -> Iterator[bytes]:
 
 def _column_digests(column: pa.Array) -> list[bytes]:
     column = _plain(column)
-    kind = column.type
+    kind = _kind(column.type)
     if column.null_count:
         present = iter(_column_digests(column.drop_null()))
         return [next(present) if is_valid else NULL for is_valid in column.is_valid().to_pylist()]
     if len(column) == 0:
         return []
-    if _is_file(kind):
+    if kind == "file":
         return [*map(_digest, _file_contents(column))]
-    if pa.types.is_struct(kind) and kind.num_fields:
-        fields = {field.name: pc.struct_field(column, [index]) for index, field in enumerate(kind)}
+    if kind == "struct" and column.type.num_fields:
+        fields = {field.name: pc.struct_field(column, [index]) for index, field in enumerate(column.type)}
         return [*_joined({name: _column_digests(field) for name, field in fields.items()})]
-    if _is_list(kind):
+    if kind == "list":
         items = column.flatten()  # all in one width: numbers as they are, anything else hashed
-        is_plain = _is_number(items.type) and not items.null_count and len(items)
+        is_plain = _kind(items.type) == "number" and not items.null_count and len(items)
         data, width = _number_bytes(items) if is_plain else (memoryview(b"".join(_column_digests(items))), BYTES)
         return _span_digests(data, np.cumsum([0, *pc.list_value_length(column).to_numpy().astype(np.int64)]) * width)
-    if _is_text(kind):
+    if kind == "text":
         return _span_digests(*_text_bytes(column))
-    if _is_number(kind):
+    if kind == "number":
         data, width = _number_bytes(column)
         return _span_digests(data, np.arange(len(column) + 1) * width)
-    return [_digest(repr(value).encode()) for value in column.to_pylist()]  # maps, unions, views
+    return [_digest(repr(value).encode()) for value in column.to_pylist()]
 
 
 def _in_one_piece(values: pa.ChunkedArray) -> pa.Array:
@@ -373,21 +371,16 @@ def _plain(column: pa.Array) -> pa.Array:
     return column.dictionary_decode() if isinstance(column, pa.DictionaryArray) else column
 
 
-def _is_file(kind: pa.DataType) -> bool:
-    return pa.types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return kind in (pa.string(), pa.binary(), pa.large_string(), pa.large_binary())
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    is_plain = pa.types.is_primitive(kind) and not pa.types.is_null(kind)
-    return is_plain or pa.types.is_decimal(kind) or pa.types.is_fixed_size_binary(kind)
+def _kind(type_: pa.DataType) -> str:
+    """Return what its values are to a hash; "file": as datasets stores images and audio; "other": maps, unions and views."""
+    if pa.types.is_struct(type_):
+        return "file" if {field.name for field in type_} == {"bytes", "path"} else "struct"
+    if pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_):
+        return "list"
+    if type_ in (pa.string(), pa.binary(), pa.large_string(), pa.large_binary()):
+        return "text"
+    is_plain = pa.types.is_primitive(type_) and not pa.types.is_null(type_)
+    return "number" if is_plain or pa.types.is_decimal(type_) or pa.types.is_fixed_size_binary(type_) else "other"
 
 
 def _number_bytes(column: pa.Array) -> tuple[memoryview, int]:
