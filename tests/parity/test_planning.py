@@ -369,7 +369,7 @@ def test_options_may_stand_between_the_words(capsys, tmp_path):
     plan = json.loads(capsys.readouterr().out)
     assert (plan["processes"], plan["memory"]["device"], plan["steps"]["epochs"]) == (4, "cpu", 7)
     with pytest.raises(SystemExit):
-        cli.main(["plan", *words, "--gpus", "2", "--nodes"])
+        cli.main(["plan", *words, "--nodes"])
     assert "unrecognized arguments: --nodes" in capsys.readouterr().err
 
 
