@@ -132,7 +132,10 @@ class Signals:
         self.children: Mapping[int, int] = {}
         self.until = float("inf")
         """When processes that were asked to end are killed."""
-        self._patience = shutdown_seconds()
+        try:
+            self._patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_S))
+        except ValueError:
+            self._patience = SHUTDOWN_S
         self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -154,14 +157,6 @@ class Signals:
         """Handle signals as before, in a process that was forked."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-
-def shutdown_seconds() -> float:
-    """Return how long processes may take to end after a signal."""
-    try:
-        return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_S))
-    except ValueError:
-        return SHUTDOWN_S
 
 
 class Forks:
@@ -202,8 +197,8 @@ class Forks:
         code = None
         while code is None:
             self._begin()
-            lost = {} if self.wanted.output_dir is None else self._await_loss()
-            code = self._end_round(lost) if lost else wait_for(self.running, self.signals, self._is_explained)
+            end = self._await_end()
+            code = self._end_round(end) if isinstance(end, dict) else end
         return code
 
     def end_store(self) -> None:
@@ -257,52 +252,56 @@ class Forks:
 
     # The end of processes
 
-    def _await_loss(self) -> dict[int, str]:
-        """Wait until a process is lost; return how, by local rank. Nothing if one ended otherwise, or a signal came."""
-        while self.running and not self.signals.first:
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is None:
-                time.sleep(POLL_S)
-            elif ended.si_pid == self._store:
-                return {STORE: "The store that the processes share has ended"}
-            elif ended.si_pid not in self.running or ended.si_status == 0:
-                self._reap(ended.si_pid)
-            elif self._loss(ended):
-                return self._reap_lost()
-            else:
-                break  # it failed by itself, or somebody asked it to stop
-        return {}
+    def _await_end(self) -> int | dict[int, str]:
+        """Wait for all processes to end, and end the others if one fails; return the exit code, see ``main``.
 
-    def _loss(self, ended: os.waitid_result) -> str | None:
-        """Say how a process was lost; None if it ended for a reason that would end its successor, too."""
-        rank = self.running[ended.si_pid]
-        who = f"Process {rank} (pid {ended.si_pid})"
-        if self._is_explained(rank):
+        If processes are replaced and some are lost, return at once how, by local rank: whoever kills several does so at once.
+        """
+        has_failed = ended_badly = False
+        while self.running:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                if time.monotonic() > self.signals.until:
+                    self.signals.send(signal.SIGKILL)
+                time.sleep(POLL_S)
+                continue
+            goes_on = not has_failed and not self.signals.first
+            if pid == self._store:
+                self._store = None
+                if goes_on and self.wanted.output_dir is not None:
+                    return {STORE: "The store that the processes share has ended"}
+            if (rank := self.running.pop(pid, None)) is None:
+                continue  # a process that some library has started, or the store
+            code = os.waitstatus_to_exitcode(status)
+            if goes_on and (how := self._loss(pid, rank, code)):
+                lost = {rank: how}
+                for other, rank in list(self.running.items()):
+                    ended, status = os.waitpid(other, os.WNOHANG)
+                    if ended and (how := self._loss(other, self.running.pop(other), os.waitstatus_to_exitcode(status))):
+                        lost[rank] = how
+                return lost
+            ended_badly = ended_badly or code != 0
+            if goes_on and code:
+                has_failed = True
+                if not self._error_files[rank].is_file():
+                    print(f"Process {rank} (pid {pid}) {how_it_ended(code)}.", file=sys.stderr, flush=True)
+                self.signals.end(signal.SIGTERM)
+        if not ended_badly:
+            return 0
+        return 128 + self.signals.first if self.signals.first else 1
+
+    def _loss(self, pid: int, rank: int, code: int) -> str | None:
+        """Say how a process was lost; None if it ended well, or for a reason that would end its successor, too."""
+        if code == 0 or self.wanted.output_dir is None:
+            return None
+        who = f"Process {rank} (pid {pid})"
+        if self._error_files[rank].is_file():  # with why it failed
             said = json.loads(self._error_files[rank].read_text(encoding="utf-8"))["message"]["message"]
             found = NOT_ITS_FAULT.search(said)
             return f"{who} ended with {found[0]}" if found else None
-        if ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
-            return f"{who} {how_it_ended(-ended.si_status)}"
-        is_reported = any(map(self._is_explained, range(self.count)))
-        return None if is_reported or ended.si_status in (STOPPED, INTERRUPTED) else f"{who} {how_it_ended(ended.si_status)}"
-
-    def _is_explained(self, rank: int) -> bool:
-        """Whether a process has left a message of why it failed."""
-        return self._error_files[rank].is_file()
-
-    def _reap(self, pid: int) -> None:
-        os.waitpid(pid, 0)
-        self.running.pop(pid, None)
-
-    def _reap_lost(self) -> dict[int, str]:
-        """Return how processes were lost, by local rank: whoever kills several does so at once."""
-        lost = {}
-        for pid, rank in list(self.running.items()):
-            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is not None and ended.si_status and (how := self._loss(ended)):
-                lost[rank] = how
-                self._reap(pid)
-        return lost
+        if code > 0 and (code in (STOPPED, INTERRUPTED) or any(path.is_file() for path in self._error_files)):
+            return None
+        return f"{who} {how_it_ended(code)}"
 
     # The end of a round
 
@@ -459,38 +458,6 @@ def serve_store(listener: socket.socket) -> None:
 def how_it_ended(code: int) -> str:
     """Say in words how a process ended, whose exit code is negative if a signal killed it."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-
-def wait_for(running: dict[int, int], signals: Signals, is_explained: Callable[[int], bool]) -> int:
-    """Wait for processes to end. If one fails, end the others.
-
-    Args:
-        running: ranks by process id; emptied.
-        is_explained: says whether a rank has left a message of why it failed.
-
-    Returns:
-        0 if all ended well; 1 if one failed by itself; 128 and the number of the first signal if they were asked to stop.
-    """
-    failed = ended_badly = False
-    while running:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            if time.monotonic() > signals.until:
-                signals.send(signal.SIGKILL)
-            time.sleep(POLL_S)
-            continue
-        if (rank := running.pop(pid, None)) is None:
-            continue  # a process that some library has started, or the store
-        code = os.waitstatus_to_exitcode(status)
-        ended_badly = ended_badly or code != 0
-        if code and not failed and not signals.first:
-            failed = True
-            if not is_explained(rank):
-                print(f"Process {rank} (pid {pid}) {how_it_ended(code)}.", file=sys.stderr, flush=True)
-            signals.end(signal.SIGTERM)
-    if not ended_badly:
-        return 0
-    return 128 + signals.first if signals.first else 1
 
 
 if __name__ == "__main__":

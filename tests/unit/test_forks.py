@@ -6,6 +6,7 @@ The processes are forks that do next to nothing.
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from hftune.distributed.rounds import AgentFolder
 from hftune.errors import ConfigError, Interrupted, TrainingError
 from hftune.launchers import forks
-from hftune.launchers.forks import Forks, Signals, Wanted, wait_for
+from hftune.launchers.forks import Forks, Signals, Wanted
 from hftune.launchers.local import check_range, read_failure
 
 
@@ -40,56 +41,55 @@ def sleep():
     return 0
 
 
-def waited(signals, *works):
-    children = {fork(work): rank for rank, work in enumerate(works)}
-    signals.children = children
-    return wait_for(children, signals, lambda rank: False)
+@pytest.fixture
+def wait(signals, tmp_path):
+    """Return a function that waits for forks whose processes are not replaced, and that do this."""
+
+    def wait(*works, pids=()):
+        made = Forks(Wanted(1, 1), tmp_path, signals, lambda variables: None)
+        made._error_files = [tmp_path / "none"] * 2
+        made.running.update({pid: rank for rank, pid in enumerate([*pids, *map(fork, works)])})
+        return made._await_end()
+
+    return wait
 
 
-def test_processes_that_end_well_are_a_success(signals):
-    assert waited(signals, lambda: 0, lambda: 0) == 0
+def test_processes_that_end_well_are_a_success(wait):
+    assert wait(lambda: 0, lambda: 0) == 0
 
 
-def test_one_that_fails_ends_the_others_and_is_named(signals, capsys):
+def test_one_that_fails_ends_the_others_and_is_named(wait, capsys):
     began = time.monotonic()
-    assert waited(signals, sleep, lambda: 3) == 1
+    assert wait(sleep, lambda: 3) == 1
     assert time.monotonic() - began < 10
     said = capsys.readouterr().err
     assert said.startswith("Process 1 (pid ") and said.endswith(") ended with exit code 3.\n") and said.count("Process") == 1
 
 
-def test_a_process_that_a_library_has_started_is_none_of_its_business(signals):
+def test_a_process_that_a_library_has_started_is_none_of_its_business(wait):
     stray = fork(lambda: 7)
-    assert waited(signals, lambda: time.sleep(0.3) or 0) == 0
+    assert wait(lambda: time.sleep(0.3) or 0) == 0
     with pytest.raises(ChildProcessError):
         os.waitpid(stray, 0)
 
 
-def test_a_signal_is_passed_on_and_is_the_exit_code(signals):
-    ready, is_ready = os.pipe()
-    children = {fork(lambda: os.write(is_ready, b"-") and sleep()): 0}
-    signals.children = children
-    os.read(ready, 1)  # it has its own handlers
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert wait_for(children, signals, lambda rank: False) == 128 + signal.SIGTERM
-
-
-def test_processes_that_end_well_after_a_signal_are_a_success(signals):
+@pytest.mark.parametrize("ends_well", [False, True])
+def test_a_signal_is_passed_on_and_is_the_exit_code_unless_all_end_well(wait, ends_well):
     ready, is_ready = os.pipe()
 
     def finish():
         got = []
-        signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+        if ends_well:
+            signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
         os.write(is_ready, b"-")
         while not got:
             time.sleep(0.01)
         return 0
 
-    children = {fork(finish): 0}
-    signals.children = children
-    os.read(ready, 1)
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert wait_for(children, signals, lambda rank: False) == 0
+    child = fork(finish)
+    os.read(ready, 1)  # it has its own handlers
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    assert wait(pids=[child]) == (0 if ends_well else 128 + signal.SIGTERM)
 
 
 def test_a_signal_after_the_end_of_a_process_harms_nobody(signals):
@@ -101,7 +101,7 @@ def test_a_signal_after_the_end_of_a_process_harms_nobody(signals):
 
 def test_patience_that_is_no_number_is_the_default(monkeypatch, signals):
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30s")
-    assert forks.shutdown_seconds() == forks.SHUTDOWN_S
+    assert Signals()._patience == forks.SHUTDOWN_S
 
 
 def test_a_module_that_cannot_be_imported_is_named_with_its_reason(tmp_path, capsys, monkeypatch):
