@@ -209,11 +209,15 @@ class Watchdog:
         self.store.set(f"beat/{self.here.rank}", json.dumps(self._sign()))
         if self.report is None:
             found = self._find_report(passed_s)
-            if found is None or (self._is_for_agent(found) and self._is_outlived()):
+            # Others may go on if a process is lost, or if recipe or data are wrong there, which were right here before.
+            is_refusal = found is not None and found.code == REFUSED and self._own_report is None and self._has_trained
+            if found is None or ((found.is_of_lost or is_refusal) and self._is_outlived()):
                 return
             self.report = found
             if self.report.is_stall:
-                print(self._stack(), file=sys.stderr, flush=True)
+                stack = "".join(traceback.format_stack(sys._current_frames().get(self._main))).rstrip()
+                who = f"process {self.here.rank} of {self.here.world_size} on host {self.here.host}"
+                print(f"[{who}] is at\n{stack}", file=sys.stderr, flush=True)
             self._failure_is_known.set()
             self._wakeup_w.send(b"\0")
             self.close_all(self.report)  # a tracker may print, which should come before the report
@@ -239,10 +243,6 @@ class Watchdog:
             "usage": {} if self.usage is None else self.usage.last,
         }
 
-    def _stack(self) -> str:
-        stack = "".join(traceback.format_stack(sys._current_frames().get(self._main))).rstrip()
-        return f"[process {self.here.rank} of {self.here.world_size} on host {self.here.host}] is at\n{stack}"
-
     def _find_report(self, passed_s: float) -> Report | None:
         """Return the report in the store, putting there what this process reports if there is none."""
         report, key = self._own_report, self._report_key
@@ -262,11 +262,6 @@ class Watchdog:
             text = f"hftune: {self.here.name} received SIGTERM in {self.progress.current_stage}"
             return Report(f"{text}, from its launcher, a scheduler or a person.", rank=self.here.rank)
         return self.peers.find_stall(self._sign())
-
-    def _is_for_agent(self, report: Report) -> bool:
-        """Say whether others may go on: a process is lost, or recipe or data, which were right here before, are wrong there."""
-        is_refusal = report.code == REFUSED and self._own_report is None and self._has_trained
-        return report.is_of_lost or is_refusal
 
     def _is_outlived(self) -> bool:
         """Say whether to leave a loss to the agent of an elastic job: the others go on, in new processes.
@@ -288,14 +283,11 @@ class Watchdog:
     # The thread that acts
 
     def _act(self) -> None:
-        self._await_failure()
-        self._failure_is_known.set()
-        self._await_main_thread()
-        if self._may_end(WATCHDOG):
-            self._end(self.report or self.loss)
+        """Wait for a report, the loss of the store or the end; end this process if the main thread does not.
 
-    def _await_failure(self) -> None:
-        """Wait for a report, the loss of the store or the end; a thread that gets no answer for too long has lost the store."""
+        A thread that gets no answer for too long has lost the store. The main thread has RETURN_S to return by itself, and no
+        time if it cannot, in a stall or after SIGTERM.
+        """
         count, quiet_s = -1, 0.0
         while not self.is_closed and self.report is None and self.loss is None:
             self._listen(BEAT_S)
@@ -305,13 +297,13 @@ class Watchdog:
             count = self._round_count
             if quiet_s > self.dead_after_s and not self._is_outlived():
                 self.loss = self._describe_loss()
-
-    def _await_main_thread(self) -> None:
-        """Give the main thread RETURN_S to return by itself; no time if it cannot, in a stall or after SIGTERM."""
+        self._failure_is_known.set()
         until = time.monotonic() + RETURN_S
         is_stall = self.report is not None and self.report.is_stall
         while self._ender is None and not self.is_closed and time.monotonic() < until and not (is_stall or self._got_sigterm):
             self._listen(BEAT_S / 10)
+        if self._may_end(WATCHDOG):
+            self._end(self.report or self.loss)
 
     def _listen(self, seconds: float) -> None:
         """Wait; a signal or a change ends the wait."""

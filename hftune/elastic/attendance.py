@@ -75,15 +75,8 @@ class Attendance:
         self.error: Exception | None = None
         """Why the meeting place does not answer."""
         self.on_change: Callable[[Membership], None] = lambda membership: None
-        self.on_connection: Callable[[socket.socket], None] = lambda connection: connection.close()
-        """Who connects is another machine that looks whether it reaches this one, or wants a copy of the output folder."""
-        self.newest_checkpoint: Callable[[], Any] = lambda: None
-        self.run: Callable[[], str] = lambda: ""
-        """Returns the run that this machine trains, see membership.State."""
-        self.state: Callable[[], State] = State
-        """Returns what the output folder holds."""
         self.copies: Copies | None = None
-        """If the launcher trains a recipe, whose output folder is known."""
+        """If the launcher trains a recipe, whose output folder is known. Who connects wants one, or looks if this is reached."""
         self.starts_over = False
         """See Membership."""
         self._view = View(self.me)
@@ -95,7 +88,7 @@ class Attendance:
         self._since: dict[Any, float] = {}
         self._unreached: str | None = None
         self._cut_s = 0.0
-        self._checkpoint: Any = None
+        self._checkpoint = ""
         self._threads = [
             threading.Thread(target=run, name=f"hftune {run.__name__}", daemon=True)
             for run in (self._attend, self._answer, self._probe)
@@ -213,7 +206,7 @@ class Attendance:
             return empty_s >= self.return_s
         if self._is_over(membership, silence):
             return True
-        return any(self._silence.has_changed(name) for name in silence)
+        return not self._silence.changed.isdisjoint(silence)
 
     def _comes_later(self, membership: Membership | None) -> bool:
         """Whether others train already, or have just ended: they would stop for this machine, and wait while it prepares."""
@@ -265,8 +258,8 @@ class Attendance:
         is_asked = own.ready_after is not None and membership.phase is Phase.GATHERING and (me is None or me.state is None)
         return replace(
             own,
-            run=self.run() if is_first else "",
-            state=self.state() if is_asked else None,
+            run=self.copies.run() if is_first and self.copies is not None else "",
+            state=None if not is_asked else State() if self.copies is None else self.copies.state(),
             silent=self._silent(membership, silence),
             cut=cut | {self.me.id} if self._is_cut == self.me.id else cut,
             lets_in=self._lets_in(membership, cut),
@@ -281,9 +274,10 @@ class Attendance:
         waited_s = self._lasts("newcomers", waits)
         if not waits:
             return False
+        newest = "" if self.copies is None else self.copies.newest()
         if waited_s == 0.0:
-            self._checkpoint = self.newest_checkpoint()
-        return waited_s > self.times.regroup_every or self.newest_checkpoint() != self._checkpoint
+            self._checkpoint = newest
+        return waited_s > self.times.regroup_every or newest != self._checkpoint
 
     def _lasts(self, what: Any, is_so: bool) -> float:
         """Return for how many seconds something has been so."""
@@ -298,7 +292,8 @@ class Attendance:
     def _answer(self) -> None:
         while True:
             with suppress(OSError):
-                self.on_connection(self._listener.accept()[0])
+                connection = self._listener.accept()[0]
+                connection.close() if self.copies is None else self.copies.accept(connection)
 
     def _probe(self) -> None:
         """Try to reach the first machine of the round; the first one looks whether it has its own address still."""

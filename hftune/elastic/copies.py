@@ -90,6 +90,10 @@ class Copies:
         """Return the word that the copies of the run have in common; empty before there is one."""
         return read_id(self.folder) if has_begun(self.folder) else ""
 
+    def newest(self) -> str:
+        """Return the name of the newest checkpoint; empty if there is none."""
+        return max((path.name for path in (self.folder / CHECKPOINTS).glob("step_*")), default="")
+
     def begin(self, number: int, me: Machine, first: Machine) -> None:
         """Take part in a round, whose first machine is this or another one."""
         self.round = number

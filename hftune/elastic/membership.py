@@ -195,9 +195,13 @@ def advance(membership: Membership, view: View) -> Membership:
             _remove(now, name, f"Lost {now.machines[name]}: no sign of life for {seconds:.0f} s")
     _place(now, view)
     _leave_out_the_cut(now, view)
-    _end(now)
-    if now.phase is Phase.RUNNING:
-        _let_in(now, view)
+    if now.members and now.machines[now.members[0]].is_done:
+        # One of its processes writes the results. Nobody will train with a newcomer that has been let in meanwhile.
+        now.phase, now.chosen = Phase.ENDED, []
+    if now.phase is Phase.RUNNING and view.lets_in:
+        room = max(now.most - len(now.members), 0)
+        if come := [str(one) for one in now.newcomers if one.id not in view.cut][:room]:
+            _over(now, f"{', '.join(come)} {'has' if len(come) == 1 else 'have'} come", is_planned=True)
     if now.phase is Phase.MEETING:
         _meet(now, view)
     if now.phase is Phase.GATHERING:
@@ -270,23 +274,6 @@ def _leave_out_the_cut(now: Membership, view: View) -> None:
         _remove(now, one.id, f"Lost {one}: it does not reach {first} over the network")
 
 
-def _let_in(now: Membership, view: View) -> None:
-    """End the round for newcomers, once it is time and if there is room."""
-    room = now.most - len(now.members)
-    come = [str(one) for one in now.newcomers if one.id not in view.cut][: max(room, 0)]
-    if view.lets_in and come:
-        _over(now, f"{', '.join(come)} {'has' if len(come) == 1 else 'have'} come", is_planned=True)
-
-
-def _end(now: Membership) -> None:
-    """End the job once the first machine's processes have trained to the end, as one of them writes the results.
-
-    A newcomer may have been let in meanwhile; nobody will train with it.
-    """
-    if now.members and now.machines[now.members[0]].is_done:
-        now.phase, now.chosen = Phase.ENDED, []
-
-
 def _choose(now: Membership, view: View) -> None:
     """Choose the machines of the next round, once all who are awaited are here and they are enough."""
     is_alone = len(now.machines) == 1  # then it does not matter whether it reaches others
@@ -355,7 +342,8 @@ class Silence:
         self.most_s = most_s
         """Of the time between two looks; more passed only if this agent itself was stopped meanwhile."""
         self._seen: dict[str, tuple[Any, float]] = {}
-        self._changed: set[str] = set()
+        self.changed: set[str] = set()
+        """The machines that have given a sign of life since this agent first looked."""
 
     def look(self, signs: dict[str, Any], passed_s: float) -> dict[str, float]:
         """Return the seconds since each machine's sign last changed.
@@ -369,10 +357,6 @@ class Silence:
             before, seconds = self._seen.get(name, (sign, 0.0))
             seen[name] = (sign, seconds + min(passed_s, self.most_s) if sign == before else 0.0)
             if sign != before:
-                self._changed.add(name)
+                self.changed.add(name)
         self._seen = seen
         return {name: seconds for name, (_, seconds) in seen.items()}
-
-    def has_changed(self, name: str) -> bool:
-        """Whether a machine has given a sign of life since this agent first looked."""
-        return name in self._changed

@@ -64,12 +64,9 @@ def attend(params: RendezvousParameters) -> tuple[Attendance, str, bool]:
     if isinstance(place, StorePlace) and not is_host:  # it may have been started again, while a job trains on
         attendance.return_s = RETURN_S
     if recipe is not None:
-        folder = Path(recipe.output_dir)
-        attendance.newest_checkpoint = lambda: max((path.name for path in folder.glob("checkpoints/step_*")), default="")
-        attendance.copies = Copies(folder, recipe.checkpoint.copies, recipe.resume, attendance.is_here)
+        folder, copies = Path(recipe.output_dir), recipe.checkpoint.copies
+        attendance.copies = Copies(folder, copies, recipe.resume, attendance.is_here)
         attendance.starts_over = recipe.resume != "auto"
-        attendance.on_connection, attendance.run = attendance.copies.accept, attendance.copies.run
-        attendance.state = attendance.copies.state
     return attendance, where, is_host
 
 

@@ -10,7 +10,6 @@ Executors import this module before they have the driver's environment variables
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -21,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hftune.config import Recipe
 from hftune.distributed.process_info import ProcessInfo
@@ -199,12 +198,10 @@ def train_here(folder: str, start: str, modules: list[str], values: dict[str, st
         process_folder = enter_folder(Path(folder))
         from hftune.training import train
 
-        result = train(Recipe.load(Path(folder) / "recipe.yaml"))
+        train(Recipe.load(Path(folder) / "recipe.yaml"))
+        (process_folder / "trained").touch()
     except (Exception, KeyboardInterrupt) as error:
         leave(fail(error))
-        return
-    values = {name: str(value) if isinstance(value, Path) else value for name, value in vars(result).items()}
-    (process_folder / "result.json").write_text(json.dumps(values), encoding="utf-8")
 
 
 def enter_folder(folder: Path) -> Path:
@@ -237,7 +234,7 @@ def read_result(folder: Path, distributor: TorchDistributor, problem: Exception 
 
     num_processes = distributor.num_processes
     folders = [folder / str(rank) for rank in range(num_processes)]
-    silent = [path for path in folders if not (path / "error.json").is_file() and not (path / "result.json").is_file()]
+    silent = [path for path in folders if not (path / "error.json").is_file() and not (path / "trained").is_file()]
     first = re.search(r"barrier task \w+\(\d+, (\d+)\) finished unsuccessfully", str(problem))
     killed = None if first is None else folder / first[1]
     # With a task for each process, a task's number is its process's rank. Spark ended the others.
@@ -255,8 +252,7 @@ def read_result(folder: Path, distributor: TorchDistributor, problem: Exception 
         ) from problem
     if problem is not None:
         raise TrainingError(f"All processes finished training, but Spark failed afterwards.{reason}") from problem
-    values: dict[str, Any] = json.loads((folders[0] / "result.json").read_text(encoding="utf-8"))
-    return TrainResult(**{**values, "output_dir": Path(values["output_dir"]), "model_dir": Path(values["model_dir"])})
+    return TrainResult.read(folder.parent)
 
 
 def name_of(process_folder: Path) -> str:

@@ -207,10 +207,3 @@ def test_a_newcomer_prepares_before_it_asks_and_holds_nobody_up(machines, begin,
         assert time.monotonic() - ended < 10
     finish(job, first, slow)
     assert_as_undisturbed(job, undisturbed, 1, 2)
-
-
-def test_a_range_that_cannot_be_is_refused_in_a_sentence(machines, begin, tmp_path):
-    job = begin(str(tmp_path / "meeting"), nodes="1:2")
-    agent = job.start(machines[0], launcher=("--rdzv_conf", "min_machines=5"))
-    assert job.wait_for_end(agent, timeout_s=60) != [0] and "Traceback" not in agent.said, agent.said
-    assert re.search(r"hftune: .*min_machines=5 .* the most, 2\.", agent.said), agent.said

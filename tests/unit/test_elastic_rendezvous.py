@@ -24,6 +24,7 @@ from hftune import cli
 from hftune.distributed import rounds
 from hftune.elastic import attendance, parameters, rendezvous
 from hftune.elastic.attendance import Attendance, Times
+from hftune.elastic.copies import Copies
 from hftune.elastic.handler import create_handler, range_problem
 from hftune.elastic.membership import Machine, Membership, Phase, State
 from hftune.elastic.places import FolderPlace, StorePlace
@@ -140,7 +141,9 @@ def test_a_copy_that_arrives_while_machines_wait_for_the_one_that_leaves_counts(
     first, second, third = (start(most=3) for _ in range(3))
     held = {agent: State() for agent in (first, second, third)}
     for agent in held:
-        agent.attendance.state = lambda agent=agent: held[agent]
+        agent.attendance.copies = Mock(moved_at=0.0)
+        agent.attendance.copies.configure_mock(**{"run.return_value": "", "newest.return_value": ""})
+        agent.attendance.copies.state.side_effect = lambda agent=agent: held[agent]
     meet(*held)
     leaves, *others = sorted(held, key=lambda agent: agent.machine_rank)
     held[leaves] = State("run", 1, 10)
@@ -225,13 +228,13 @@ def test_an_agent_that_ends_before_it_is_let_in_takes_its_thread_along(start):
 
 def test_newcomers_are_let_in_at_a_checkpoint_or_after_a_while(tmp_path):
     attendance = Attendance(FolderPlace(tmp_path, "job"), Machine("a", "a", "127.0.0.1"), 1, 2, Times(9, regroup_every=0.2), {})
-    (tmp_path / "step_00000010").mkdir()
-    attendance.newest_checkpoint = lambda: max(path.name for path in tmp_path.glob("step_*"))
+    attendance.copies = Copies(tmp_path, 1, "auto", attendance.is_here)
+    (tmp_path / "checkpoints/step_00000010").mkdir(parents=True)
     machines = {"a": attendance.me, "b": Machine("b", "b", "127.0.0.1", is_ready=True)}
     membership = Membership("job", 1, 2, Phase.RUNNING, 0, ["a"], machines)
     assert not attendance._lets_in(membership, frozenset({"b"}))  # it cannot be reached
     assert not attendance._lets_in(membership, frozenset())
-    (tmp_path / "step_00000020").mkdir()
+    (tmp_path / "checkpoints/step_00000020").mkdir()
     assert attendance._lets_in(membership, frozenset())
     attendance._lets_in(Membership("job", 1, 2), frozenset())
     assert not attendance._lets_in(membership, frozenset())

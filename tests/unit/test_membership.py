@@ -258,7 +258,7 @@ def test_silence_is_counted_by_the_own_clock_and_not_while_this_machine_itself_s
     silence = Silence(most_s=1.0)
     assert silence.look({"a": 7, "b": None}, 0.5) == {"a": 0.5, "b": 0.5}
     assert silence.look({"a": 8, "b": None}, 0.5) == {"a": 0.0, "b": 1.0}
-    assert not silence.has_changed("b") and silence.has_changed("a")
+    assert silence.changed == {"a"}
     assert silence.look({"a": 8, "b": None}, 3600.0) == {"a": 1.0, "b": 2.0}
 
 

@@ -29,7 +29,7 @@ from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.distributed.rendezvous import Attempt, agree
 from hftune.distributed.watchdog import MAIN, WATCHDOG, Watchdog
-from hftune.errors import ConfigError, ElsewhereError, TrainingError
+from hftune.errors import ElsewhereError, TrainingError
 
 FRESH = 0.3
 
@@ -315,21 +315,6 @@ def test_one_process_adds_to_an_error_where_it_happened(monkeypatch):
         raise ValueError("bad")
     head, *_, last = caught.value.report.text.splitlines()
     assert (head, last, caught.value.report.code) == ("[step 3, sample 7]", "ValueError: bad", 1)
-
-
-def test_leaving_training_is_an_error_even_with_code_0(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(TrainingError, match=r"called sys\.exit\(0\) in the start, before training was over: test_leaving"):
-        with Heartbeat(Progress(), 60, 1800):
-            raise SystemExit(0)
-
-
-def test_known_errors_are_messages_with_their_exit_code(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    for error, code in ((ConfigError("train.lr=1"), 2), (TrainingError("nan"), 1)):
-        with pytest.raises(type(error)) as caught, Heartbeat(Progress(), 60, 1800):
-            raise error
-        assert caught.value.report == Report(f"hftune: {error}", code, kind=type(error).__name__)
 
 
 @pytest.mark.parametrize(
