@@ -76,7 +76,7 @@ class Attendance:
         """Why the meeting place does not answer."""
         self.on_change: Callable[[Membership], None] = lambda membership: None
         self.copies: Copies | None = None
-        """If the launcher trains a recipe, whose output folder is known. Who connects wants one, or looks if this is reached."""
+        """If the launcher trains a recipe, whose output folder is known. Who connects wants one, or only looks."""
         self.starts_over = False
         """See Membership."""
         self._view = View(self.me)

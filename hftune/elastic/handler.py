@@ -34,26 +34,18 @@ def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
         threading.Thread(target=_remind, args=[is_ours], name="hftune remind", daemon=True).start()
 
     def create(params: RendezvousParameters) -> RendezvousHandler:
+        """Let machines meet once if their number is fixed, again and again for a range; or raise SystemExit with a message."""
         is_ours.set()  # this backend names the missing machines itself
-        return create_handler(params)
+        if params.min_nodes != params.max_nodes or "min_machines" in params.config:
+            from hftune.elastic.parameters import attend
+            from hftune.elastic.rendezvous import ElasticRendezvous
+
+            return ElasticRendezvous(*attend(params), params.run_id)
+        from hftune.launchers.rendezvous import create_fixed
+
+        return create_fixed(params)
 
     return create
-
-
-def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Return how the machines meet: once for a fixed number, again and again for a range.
-
-    Raises:
-        SystemExit: the launcher's parameters are invalid, or nothing answers.
-    """
-    if params.min_nodes != params.max_nodes or "min_machines" in params.config:
-        from hftune.elastic.parameters import attend
-        from hftune.elastic.rendezvous import ElasticRendezvous
-
-        return ElasticRendezvous(*attend(params), params.run_id)
-    from hftune.launchers.rendezvous import create_fixed
-
-    return create_fixed(params)
 
 
 def range_problem(words: Sequence[str]) -> str | None:

@@ -13,7 +13,7 @@ import uuid
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -21,13 +21,13 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from hftune.config import Recipe
 from hftune.distributed.consistency import fingerprint
 from hftune.distributed.network import is_own_address, outward_interfaces, resolve, route_to
-from hftune.distributed.rounds import AGENT_S
+from hftune.distributed.rounds import AGENT_S, REFUSED
 from hftune.elastic.attendance import BEAT_S, KEEP_ALIVE_S, LAST_CALL_S, REGROUP_EVERY_S, RETURN_S, Attendance, Times
 from hftune.elastic.copies import Copies
 from hftune.elastic.membership import Machine
 from hftune.elastic.places import FolderPlace, Place, StorePlace, connect
 from hftune.errors import ConfigError
-from hftune.launchers.rendezvous import PORT, FixedRendezvous, join_timeout_s, leave, say
+from hftune.launchers.rendezvous import PORT, FixedRendezvous, join_timeout_s, leave
 
 MAX_KEEP_ALIVE_S = AGENT_S / 2
 """Of ``keep_alive``: processes wait for AGENT_S for their launcher to know who is lost."""
@@ -42,7 +42,7 @@ def attend(params: RendezvousParameters) -> tuple[Attendance, str, bool]:
     config, most = params.config, params.max_nodes
     least = _number(config, "min_machines", params.min_nodes)
     if not (least.is_integer() and 1 <= least <= most):
-        refuse(f"--rdzv_conf min_machines={config['min_machines']} is no whole number from 1 to the most, {most}.")
+        leave(f"--rdzv_conf min_machines={config['min_machines']} is no whole number from 1 to the most, {most}.", REFUSED)
     recipe = recipe_of_launcher()
     times = Times(
         join=join_timeout_s(config.get("join_timeout")),
@@ -51,9 +51,10 @@ def attend(params: RendezvousParameters) -> tuple[Attendance, str, bool]:
         regroup_every=_number(config, "regroup_every", REGROUP_EVERY_S if recipe is None else recipe.parallel.regroup_every_s),
     )
     if times.keep_alive > MAX_KEEP_ALIVE_S:
-        refuse(
+        leave(
             f"--rdzv_conf keep_alive={times.keep_alive:g} is more than {MAX_KEEP_ALIVE_S:g} s: the processes would give up "
-            "before their launcher knows which machine is lost."
+            "before their launcher knows which machine is lost.",
+            REFUSED,
         )
     try:
         place, where, address, is_host = _find_place(params, times)
@@ -68,12 +69,6 @@ def attend(params: RendezvousParameters) -> tuple[Attendance, str, bool]:
         attendance.copies = Copies(folder, copies, recipe.resume, attendance.is_here)
         attendance.starts_over = recipe.resume != "auto"
     return attendance, where, is_host
-
-
-def refuse(message: str) -> NoReturn:
-    """End the launcher, which cannot be started like this."""
-    say(message)
-    sys.exit(2)
 
 
 def words_of_launcher() -> tuple[str, list[str]]:
@@ -98,7 +93,7 @@ def recipe_of_launcher() -> Recipe | None:
     try:
         return Recipe.from_argv(words)
     except ConfigError as error:
-        refuse(str(error))
+        leave(str(error), REFUSED)
     finally:
         sys.path.pop(0)
 
@@ -109,7 +104,7 @@ def _number(config: dict[str, Any], name: str, default: float, least: float = 0.
     except ValueError:
         value = math.nan
     if not least <= value < math.inf:
-        refuse(f"--rdzv_conf {name}={config.get(name, default)} is not a number of at least {least:g}.")
+        leave(f"--rdzv_conf {name}={config.get(name, default)} is not a number of at least {least:g}.", REFUSED)
     return value
 
 

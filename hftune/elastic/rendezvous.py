@@ -24,7 +24,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -37,9 +37,9 @@ from hftune.distributed.network import hang_up
 from hftune.distributed.signals import STARTED_BY
 from hftune.elastic.attendance import BEAT_S, CONNECT_S, LEAVE_S, PLACE_S, Attendance
 from hftune.elastic.membership import Machine, Membership, Phase
-from hftune.elastic.parameters import refuse, words_of_launcher
+from hftune.elastic.parameters import words_of_launcher
 from hftune.elastic.places import connect
-from hftune.launchers.rendezvous import JOIN_TIMEOUT, REMINDER_S, allow_open_files, say
+from hftune.launchers.rendezvous import JOIN_TIMEOUT, REMINDER_S, allow_open_files, leave, say
 
 FINISH_S = 300.0
 """For the other machines to finish, once this one has."""
@@ -47,12 +47,6 @@ END_S = 15.0
 """For the processes of the other machines to end once those of the first one have."""
 ROLE = "torchelastic/role_info/"
 """Beginning of the keys under which torchrun's agents tell each other their numbers of processes."""
-
-
-def pause(message: str) -> NoReturn:
-    """End the launcher for now: a scheduler may start it again, which would not help after a refusal."""
-    say(message)
-    sys.exit(STOPPED)
 
 
 class ElasticRendezvous(RendezvousHandler):
@@ -157,7 +151,7 @@ class ElasticRendezvous(RendezvousHandler):
             attendance.wait(BEAT_S / 10)
             self._check_place()
             if attendance.refusal is not None:
-                refuse(f"{self.where}: {attendance.refusal}")
+                leave(f"{self.where}: {attendance.refusal}", rounds.REFUSED)
             if attendance.comes_later and not attendance.is_prepared:
                 self._prepare()
                 began = time.monotonic()
@@ -170,7 +164,7 @@ class ElasticRendezvous(RendezvousHandler):
                 continue
             self._check_job(membership)
             if membership.conflict:
-                refuse(membership.conflict)
+                leave(membership.conflict, rounds.REFUSED)
             is_running = membership.phase is Phase.RUNNING and membership.round > self.round
             if is_running and attendance.me.id in membership.members:
                 break
@@ -180,7 +174,7 @@ class ElasticRendezvous(RendezvousHandler):
             is_short = membership.phase is Phase.GATHERING and not membership.awaited
             if is_short and waited_s > attendance.times.join:
                 longer = f"Waited {waited_s:.0f} s; {JOIN_TIMEOUT}={2 * waited_s:.0f} waits longer."
-                pause(f"{self._situation(membership)} {longer}")
+                leave(f"{self._situation(membership)} {longer}", STOPPED)
             if waited_s > reminder_s:
                 ends = f" Waiting for {attendance.times.join - waited_s:.0f} s more."
                 say(self._situation(membership) + (ends if is_short and len(membership.machines) < membership.least else ""))
@@ -304,7 +298,7 @@ class ElasticRendezvous(RendezvousHandler):
     def _check_place(self) -> None:
         """End the launcher if the meeting place, which it needs now, does not answer."""
         if self.attendance.unanswered_s > PLACE_S:
-            pause(f"{self._unanswered()} The same command goes on from the newest checkpoint.")
+            leave(f"{self._unanswered()} The same command goes on from the newest checkpoint.", STOPPED)
 
     def _unanswered(self) -> str:
         why = f" ({self.attendance.error})" if self.attendance.error is not None else ""
@@ -319,8 +313,10 @@ class ElasticRendezvous(RendezvousHandler):
             say(f"The job at {self.where} has ended without this machine.")
             sys.exit(0)
         if membership.job != self.attendance.job:  # not code 0, which says that the training is complete
-            pause(
-                f"Another job has begun at {self.where} while this machine was not heard of. The same command takes part in it."
+            leave(
+                f"Another job has begun at {self.where} while this machine was not heard of. The same command takes part "
+                "in it.",
+                STOPPED,
             )
 
     def finish(self) -> None:

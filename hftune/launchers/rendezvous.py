@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
@@ -87,9 +87,14 @@ def join_timeout_s(given: str | None) -> float:
     return seconds
 
 
-def leave(message: str) -> None:
-    """End the launcher with one message; it has not started a process, so a traceback would not help."""
-    sys.exit(f"hftune: {message}")
+def leave(message: str, code: int = 1) -> NoReturn:
+    """End the launcher with one message; a traceback would not help.
+
+    Args:
+        code: 1; REFUSED if it cannot be started like this; STOPPED if a scheduler may start it again.
+    """
+    say(message)
+    sys.exit(code)
 
 
 class FixedRendezvous(StaticTCPRendezvous):

@@ -25,7 +25,7 @@ from hftune.distributed import rounds
 from hftune.elastic import attendance, parameters, rendezvous
 from hftune.elastic.attendance import Attendance, Times
 from hftune.elastic.copies import Copies
-from hftune.elastic.handler import create_handler, range_problem
+from hftune.elastic.handler import get_handler, range_problem
 from hftune.elastic.membership import Machine, Membership, Phase, State
 from hftune.elastic.places import FolderPlace, StorePlace
 from hftune.elastic.places import connect as connect_to
@@ -48,7 +48,7 @@ def start(monkeypatch, tmp_path):
     def make(least: int = 1, most: int = 2, **config: object) -> ElasticRendezvous:
         place = str(tmp_path / "place")
         params = RendezvousParameters("hftune", place, "job", least, most, "127.0.0.1", **{**TIMES, **config})
-        begun.append(create_handler(params))
+        begun.append(get_handler()(params))
         return begun[-1]
 
     yield make

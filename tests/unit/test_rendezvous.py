@@ -79,20 +79,21 @@ def test_a_name_that_does_not_resolve_yet_is_tried_again(name_server):
     assert info.rank == 0 and len(attempts) > 2
 
 
-def test_a_name_that_never_resolves_ends_the_launcher_at_its_time_limit(name_server):
+def test_a_name_that_never_resolves_ends_the_launcher_at_its_time_limit(name_server, capsys):
     name_server(float("inf"))
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit):
         FixedRendezvous("pod-0.job", 29500, 2, "job", 0.3, {}).next_rendezvous()
-    said = str(caught.value)
+    said = capsys.readouterr().err
     assert (
         said.startswith("hftune: 'pod-0.job' does not resolve to an address (Name") and "HFTUNE_JOIN_TIMEOUT_S=1 waits" in said
     )
 
 
-def test_numbers_that_are_no_address_are_refused_at_once(name_server):
+def test_numbers_that_are_no_address_are_refused_at_once(name_server, capsys):
     attempts = name_server(float("inf"))
-    with pytest.raises(SystemExit, match=r"hftune: '10\.77\.0\.300' does not resolve to an address \(Name"):
+    with pytest.raises(SystemExit):
         FixedRendezvous("10.77.0.300", 29500, 2, "job", 60.0, {}).next_rendezvous()
+    assert capsys.readouterr().err.startswith("hftune: '10.77.0.300' does not resolve to an address (Name")
     assert len(attempts) == 1
 
 
