@@ -18,7 +18,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -54,6 +54,8 @@ VERIFY_S = 1800.0
 """For a receiver to verify what has arrived: a large model on a slow disk takes minutes."""
 RETRY_S = 2.0
 """Between two attempts to connect."""
+COME_S = 5.0
+"""For a machine that has just come to connect, before this one leaves."""
 
 
 class Copies:
@@ -76,6 +78,10 @@ class Copies:
         self._senders: list[Sender] = []
         self._receiver: Receiver | None = None
         self._first = self._token = ""
+        self._others: set[str] = set()
+        """Machines of the round of which this one is the first."""
+        self.agreed: set[str] = set()
+        """Those of them that keep a copy, or have said that they do not."""
         self._said: set[str] = set()
 
     def state(self) -> State:
@@ -94,9 +100,10 @@ class Copies:
         """Return the name of the newest checkpoint; empty if there is none."""
         return max((path.name for path in (self.folder / CHECKPOINTS).glob("step_*")), default="")
 
-    def begin(self, number: int, me: Machine, first: Machine) -> None:
-        """Take part in a round, whose first machine is this or another one."""
-        self.round = number
+    def begin(self, number: int, me: Machine, members: Sequence[Machine]) -> None:
+        """Take part in a round of these machines, whose first one is this or another one."""
+        self.round, (first, *others) = number, members
+        self._others = {one.id for one in others} if first.id == me.id else set()
         if first.id != self._first:
             self.stop()
             self._first, self._token = first.id, me.token if first.id == me.id else ""
@@ -129,10 +136,13 @@ class Copies:
 
     def complete(self) -> None:
         """Wait until the copies have all that this machine has now, or their machines are gone."""
+        until = time.monotonic() + (COME_S if has_something(self.folder) else 0.0)
         with self.changed:
             self.version += 1
             self.changed.notify_all()
-            while any(one.is_awaited for one in self._senders):
+            while any(one.is_awaited for one in self._senders) or (
+                time.monotonic() < until and any(map(self.is_here, self._others - self.agreed))
+            ):
                 self.changed.wait(LOOK_S)
 
     def stop(self) -> None:
@@ -142,7 +152,7 @@ class Copies:
             sender.stop()
         if self._receiver is not None:
             self._receiver.stop()
-        self._senders, self._receiver = [], None
+        self._senders, self._receiver, self.agreed = [], None, set()
 
     def say(self, text: str) -> None:
         """Say something once."""
@@ -270,6 +280,7 @@ class Sender(threading.Thread):
             kept = f"{who} keeps a copy of output_dir (checkpoint.copies={copies.copies})"
             copies.say(f"The machines have no common file system: {kept}.")
         self.channel.say(is_chosen=self.is_chosen)
+        copies.agreed.add(self.machine)
         return bool(self.is_chosen)
 
     def _send(self) -> bool:

@@ -231,7 +231,7 @@ class ElasticRendezvous(RendezvousHandler):
         self.round, self._told = membership.round, None
         self.attendance.say(ready_after=None)
         if self.attendance.copies is not None:
-            self.attendance.copies.begin(self.round, self.attendance.me, self._members[0])
+            self.attendance.copies.begin(self.round, self.attendance.me, self._members)
         os.environ[rounds.ROUND], os.environ[rounds.JOB] = str(self.round), membership.job  # the processes inherit them
         count = len(self._members)
         why = f" {membership.over.reason}." if membership.over is not None and before else ""

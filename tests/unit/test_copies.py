@@ -36,8 +36,8 @@ class Launcher:
         while True:
             self.copies.accept(listener.accept()[0])
 
-    def begin(self, first: "Launcher", number: int = 0) -> None:
-        self.copies.begin(number, self.me, first.me)
+    def begin(self, first: "Launcher", *others: "Launcher", number: int = 0) -> None:
+        self.copies.begin(number, self.me, [one.me for one in (first, *others)])
 
 
 def write_checkpoint(folder: Path, step: int, value: float = 0.0, best: int | None = None, keep: int = 1) -> None:
@@ -238,12 +238,19 @@ def test_the_end_waits_for_the_last_copy_and_for_nobody_who_is_gone(here, there,
     assert not ends.is_alive()
 
 
-def test_the_end_waits_for_a_machine_that_has_just_come(here, there):
-    for launcher in (here, there):
-        launcher.begin(here)
-    until(lambda: here.copies._senders)
+def test_the_end_waits_for_a_machine_that_has_just_come_and_not_for_one_that_shares_the_folder(here, there):
+    here.begin(here, there)
+    connects = threading.Timer(0.3, there.begin, (here, there))
+    connects.start()
     here.copies.complete()
     assert steps(there.copies.folder / "checkpoints") == [10]
+    same = Launcher(here.copies.folder, name="same")
+    for launcher in (here, same):
+        launcher.begin(here, there, same, number=1)
+    until(lambda: "same" in here.copies.agreed)
+    began = time.monotonic()
+    here.copies.complete()
+    assert time.monotonic() - began < module.COME_S / 2
 
 
 def test_as_many_machines_keep_a_copy_as_are_asked_for_and_others_take_their_place(here, make):
