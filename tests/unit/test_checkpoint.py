@@ -56,24 +56,14 @@ def test_checkpoint_of_this_version_opens(checkpoint):
     [
         (lambda manifest: manifest.pop("files"), "manifest.json lists no files or no step: hftune did not write it"),
         (lambda manifest: manifest.pop("step"), "manifest.json lists no files or no step: hftune did not write it"),
-        (
-            lambda manifest: manifest["files"].update({"recipe.yaml": 3}),
-            "manifest.json gives no size and SHA-256 for recipe.yaml: hftune did not write it",
-        ),
-        (
-            lambda manifest: manifest["files"]["recipe.yaml"].update(bytes="1"),
-            "manifest.json gives no size and SHA-256 for recipe.yaml: hftune did not write it",
-        ),
-        (
-            lambda manifest: manifest.update(format="2"),
-            "its format is '2', and this hftune reads format 2: a different version wrote it",
-        ),
+        (lambda manifest: manifest["files"].update({"recipe.yaml": 3}), "gives no size and SHA-256 for recipe.yaml"),
+        (lambda manifest: manifest["files"]["recipe.yaml"].update(bytes="1"), "gives no size and SHA-256 for recipe.yaml"),
+        (lambda manifest: manifest.update(format="2"), "its format is '2', and this hftune reads format 2: a different ver"),
     ],
 )
 def test_manifest_that_hftune_did_not_write_is_refused(checkpoint, change, message):
-    with pytest.raises(BrokenCheckpoint) as caught:
+    with pytest.raises(BrokenCheckpoint, match=message):
         open_checkpoint(checkpoint(PROGRESS, change))
-    assert str(caught.value) == message
 
 
 def test_manifest_that_is_nested_too_deep_is_refused(checkpoint):
@@ -107,15 +97,11 @@ def test_files_of_a_checkpoint_follow_the_umask(checkpoint, umask, mode):
     assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {mode}
 
 
-@pytest.mark.parametrize(
-    ("progress", "missing"),
-    [({}, "state, values, digests, run_ids, micro_batch_size"), ([], "state, values, digests, run_ids, micro_batch_size")],
-)
-def test_progress_that_lacks_what_training_needs_is_skipped_with_the_reason(checkpoint, progress, missing):
+@pytest.mark.parametrize("progress", [{}, []])
+def test_progress_that_lacks_what_training_needs_is_skipped_with_the_reason(checkpoint, progress):
     path = checkpoint(progress)
-    found, skipped = newest(path.parent)
-    assert found is None
-    assert skipped == [f"Skipped {path}: progress.json lacks {missing}: a different version of hftune wrote it."]
+    found, (said,) = newest(path.parent)
+    assert found is None and said.startswith(f"Skipped {path}: progress.json lacks state, values, digests, run_ids, micro_")
 
 
 def test_resuming_compares_what_a_recipe_says_and_not_a_secret(tmp_path, monkeypatch):
@@ -126,9 +112,8 @@ def test_resuming_compares_what_a_recipe_says_and_not_a_secret(tmp_path, monkeyp
             (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
     assert _changes(Checkpoint(tmp_path, 0, {}, {}), recipe) == {}
     changed = Recipe.load("yelp_demo", "track.run_name=mine", "task.text_column=${oc.env:A_TOKEN}")
-    assert _changes(Checkpoint(tmp_path, 0, {}, {}), changed) == {
-        "track.run_name": "track.run_name=mine (it was ${oc.env:A_TOKEN})"
-    }
+    said = {"track.run_name": "track.run_name=mine (it was ${oc.env:A_TOKEN})"}
+    assert _changes(Checkpoint(tmp_path, 0, {}, {}), changed) == said
 
 
 def test_weights_to_start_from_need_not_be_there_any_more_on_resume(tmp_path):
@@ -150,10 +135,8 @@ def test_state_of_another_version_is_refused():
     values = vars(TrainState())
     assert read_state("x", values) == TrainState()
     for odd in ({**values, "swa": 1}, {name: value for name, value in values.items() if name != "seconds"}):
-        with pytest.raises(ConfigError) as caught:
-            read_state("step_5", odd)
         name = "swa" if "swa" in odd else "seconds"
-        assert str(caught.value) == (
-            f"step_5 was written by a different version of hftune: its state differs in {name}. Resume with that version; or "
-            "start over with resume=never or a different output_dir."
-        )
+        with pytest.raises(
+            ConfigError, match=rf"^step_5 was written by a different version .* differs in {name}\. Resume with"
+        ):
+            read_state("step_5", odd)

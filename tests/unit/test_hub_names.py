@@ -19,23 +19,16 @@ def problems(*words):
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("word", "hint"),
     [
-        (
-            "task.model=bert-base-cased",
-            "is not a folder on this machine, and names on the Hub are owner/name, such as google-bert/bert-base-cased.",
-        ),
-        (
-            "task.dataset=jsonl",
-            "is not one of json, csv, parquet, arrow, text, idx, imagefolder nor a folder on this machine, and names on the Hub "
-            "are owner/name, such as Yelp/yelp_review_full. Did you mean 'json'?",
-        ),
+        ("task.model=bert-base-cased", "names on the Hub are owner/name, such as google-bert/bert-base-cased."),
+        ("task.dataset=jsonl", "names on the Hub are owner/name, such as Yelp/yelp_review_full. Did you mean 'json'?"),
         ("task.dataset=./nowhere", ": there is no such folder."),
     ],
 )
-def test_a_name_without_its_owner_is_refused(word, message):
+def test_a_name_without_its_owner_is_refused(word, hint):
     (said,) = problems(word)
-    assert said in (f"{word} {message}", f"{word}{message}")
+    assert said.startswith(word) and said.endswith(hint)
 
 
 def test_a_folder_may_be_called_like_a_repository(tmp_path, monkeypatch):
@@ -51,11 +44,8 @@ def test_a_tokenizer_has_an_owner_too():
 
 def test_the_default_data_of_bigbird_are_the_hubs_and_files_of_ones_own_need_no_other_words(tmp_path):
     task = Recipe.load("bigbird").task
-    assert (task.dataset, task.data_dir, task.dataset_revision) == (
-        "csebuetnlp/xlsum",
-        "chinese_simplified",
-        "refs/convert/parquet",
-    )
+    given = (task.dataset, task.data_dir, task.dataset_revision)
+    assert given == ("csebuetnlp/xlsum", "chinese_simplified", "refs/convert/parquet")
     files = [f"task.data_files.{part}={tmp_path}/{part}.jsonl" for part in ("train", "eval")]
     for part in ("train", "eval"):
         (tmp_path / f"{part}.jsonl").write_text(json.dumps({"content": "甲" * 9, "title": "乙"}) + "\n")
@@ -68,11 +58,8 @@ def test_the_default_data_of_bigbird_are_the_hubs_and_files_of_ones_own_need_no_
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("a.jsonl", '{"x": "1\\t2"}\n'),
-        ("a.JSON", '{"x": "1\\t2"}\n'),
-        ("a.csv", "x\n1\t2\n"),
-        ("a.tsv", "x\ty\n1\t2\n"),
-        ("a.dev.txt", "1\t2\n"),
+        *((name, '{"x": "1\\t2"}\n') for name in ("a.jsonl", "a.JSON")),
+        *(("a.csv", "x\n1\t2\n"), ("a.tsv", "x\ty\n1\t2\n"), ("a.dev.txt", "1\t2\n")),
     ],
 )
 def test_the_format_of_files_is_told_by_their_names(tmp_path, name, text):
@@ -93,8 +80,7 @@ def test_what_names_do_not_tell_is_asked_for(tmp_path):
     (tmp_path / "parts").mkdir()
     (tmp_path / "e.xlsx").write_bytes(b"PK")
     for path, problem in {
-        f"{tmp_path}/c.log": f"={tmp_path}/c.log: its name does not end in one of .json, .jsonl, .csv, .tsv, .parquet, .arrow, .txt. "
-        "Name the format: task.dataset=json, csv, parquet, arrow or text.",
+        f"{tmp_path}/c.log": f"={tmp_path}/c.log: its name does not end in one of .json, .jsonl, .csv, .tsv, .parquet, .arrow, .txt.",
         f"{tmp_path}/parts": f"={tmp_path}/parts is a folder. Name its files, such as {tmp_path}/parts/*.parquet.",
         f"{tmp_path}/e.xlsx": f"={tmp_path}/e.xlsx is an Excel file, and hftune reads none. Save it as csv, in UTF-8.",
         f"[{tmp_path}/a.jsonl, {tmp_path}/b.csv]": " has files of several formats: csv, json. Use one format.",
@@ -120,9 +106,7 @@ def test_titles_find_the_column_of_their_texts_or_list_those_that_there_are(writ
 def test_a_resume_compares_only_commits_that_the_checkpoint_knows():
     check_commits("out", {}, {"task.model": "b"})  # it was written by an earlier version
     check_commits("out", {"task.model": "a"}, {})  # the data are files now, which their digests tell apart
-    with pytest.raises(
-        ConfigError, match=r"commit a of task.model, and commit b was loaded now.*task.model_revision=a resumes"
-    ):
+    with pytest.raises(ConfigError, match=r"commit a of task.model, and commit b was loaded.*task.model_revision=a resumes"):
         check_commits("out", {"task.model": "a"}, {"task.model": "b"})
 
 

@@ -70,11 +70,7 @@ def test_recipes_of_the_pages_are_valid():
         ("train: {tf32: 1}", "train.tf32", "1 is not of type 'boolean'"),
         ("train: {betas: [0.9]}", "train.betas", "[0.9] is too short"),
         ("train: {mixed_precision: bf8}", "train.mixed_precision", "'bf8' is not one of ['no', 'bf16', 'fp16', 'auto'"),
-        (
-            "train: {optimizer: adamm}",
-            "train.optimizer",
-            "'adamm' is not one of ['adamw', 'adam', 'sgd', 'muon', 'adafactor', 'lion', 'schedule_free', 'adamw_8bit']",
-        ),
+        ("train: {optimizer: adamm}", "train.optimizer", "'adamm' is not one of ['adamw', 'adam', 'sgd', 'muon', 'adafactor'"),
         ("train: {micro_batch_size: all}", "train.micro_batch_size", "'all' is not one of ['auto']"),
         ("eval: {every: epochs}", "eval.every", "'epochs' does not match"),
         ("eval: {metrics: accuracy}", "eval.metrics", "'accuracy' is not of type 'array'"),
@@ -83,11 +79,7 @@ def test_recipes_of_the_pages_are_valid():
         ("track: {upload: bset}", "track.upload", "'bset' is not one of ['none', 'best', 'all', None]"),
         ("base: yelpp", "base", "'yelpp' is not one of ['bigbird'"),
         ("replace: task", "replace", "'task' is not of type 'array'"),
-        (
-            "task: {type: SequenceClasification}",
-            "task.type",
-            "'SequenceClasification' is not one of ['Chats', 'Embeddings', 'ImageClassification'",
-        ),
+        ("task: {type: SequenceClasification}", "task.type", "'SequenceClasification' is not one of ['Chats', 'Embeddings', "),
         ("task: {type: SequenceClassification, width: 2}", "task", "'width' was unexpected"),
         ("task: {type: TitleGeneration, architecture: decoder}", "task.architecture", "'decoder' is not one of ['prefix_lm'"),
         ("task: {width: 2}", "task", "'width' was unexpected"),  # of yelp's task
@@ -133,12 +125,7 @@ VALUES = [
     3,
     -1,
     0.5,
-    "text",
-    "auto",
-    "5e-5",
-    "yes",
-    "${seed}",
-    "a.b",
+    *("text", "auto", "5e-5", "yes", "${seed}", "a.b"),
     [],
     [1],
     ["x"],
@@ -189,9 +176,7 @@ def test_command_overwrites_no_recipe(capsys, tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("base: yelp")
     assert cli.main(["schema", "--output", str(recipe)]) == 2
-    assert capsys.readouterr().err == (
-        f"hftune: --output {recipe}: the name of the file must end in .json, such as hftune.schema.json.\n"
-    )
+    assert f"--output {recipe}: the name of the file must end in .json, such as hftune.schema." in capsys.readouterr().err
     assert recipe.read_text() == "base: yelp"
     assert cli.main(["schema", "--output", str(tmp_path / "none" / "x.json")]) == 2
     assert capsys.readouterr().err == f"hftune: --output {tmp_path}/none/x.json cannot be written: No such file or directory.\n"
