@@ -39,16 +39,22 @@ TEXTS = (
     *(*FEW, "train.micro_batch_size=null", "train.micro_batch_tokens=300", "train.epochs=3", "train.lr=5e-3"),
     "train.warmup_ratio=0",
 )
-VIT = (
-    "{model_type: vit, image_size: 32, patch_size: 8, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 64, \
-hidden_dropout_prob: 0.1, attention_probs_dropout_prob: 0.1}"
+T5 = "{model_type: t5, d_model: 32, d_kv: 8, d_ff: 48, num_layers: 2, num_heads: 4, dropout_rate: 0.1}"
+BART = (
+    "{model_type: bart, d_model: 32, encoder_layers: 2, decoder_layers: 2, encoder_attention_heads: 4, "
+    "decoder_attention_heads: 4, encoder_ffn_dim: 48, decoder_ffn_dim: 48, dropout: 0.1, attention_dropout: 0.1, init_std: 0.2}"
 )
+VIT = (
+    "{model_type: vit, image_size: 32, patch_size: 8, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, "
+    "intermediate_size: 64, hidden_dropout_prob: 0.1, attention_probs_dropout_prob: 0.1}"
+)
+RESNET = "{model_type: resnet, embedding_size: 8, hidden_sizes: [8, 16], depths: [1, 1], layer_type: basic}"
+LM = "{model_type: transformer_lm, hidden_size: 16, intermediate_size: 16, num_attention_heads: 2, dropout: 0.2}"
 IMAGES = (
     *("replace=[task.model_config]", "task.dataset=tests.support.tasks:few_shapes", *FEW, "train.epochs=3", "train.lr=3e-3"),
-    "train.warmup_ratio=0",
-    "eval.every=epoch",
-    "eval.batch_size=5",
+    *("train.warmup_ratio=0", "eval.every=epoch", "eval.batch_size=5"),
 )
+FEW_PICTURES = ("task.max_train_samples=12", "task.max_eval_samples=5", "train.epochs=2", "train.batch_size=3")
 CLASSES = (*SMALL, *OFTEN, "train.micro_batch_size=4", "train.epochs=2", "train.lr=1e-3")
 
 
@@ -84,6 +90,10 @@ def images_of(dataset: Callable[[str], Any]) -> Callable[[list[dict[str, Any]]],
     return lambda rows: [np.asarray(row["image"]) for row in islice(dataset("eval"), len(rows))]
 
 
+def whole_sources(rows: list[dict[str, Any]]) -> list[Any]:
+    return [row["source"] for row in rows]
+
+
 def sources(rows: list[dict[str, Any]]) -> list[Any]:
     by_start = {row["content"][:60]: row["content"] for row in articles("eval")}
     return [by_start[row["source"]] for row in rows]
@@ -107,31 +117,14 @@ DEMOS = {
     "tags": Demo("token_classification_demo", CLASSES, (2, 4), predicted=("predicted", ""), num_eval=37),
     "titles": Demo("bigbird_demo", (*TITLES, "task.architecture=prefix_lm"), (2,), sources, GENERATED),
     "titles of two stacks": Demo("bigbird_demo", (*TITLES, "task.architecture=encoder_decoder"), (2, 4), sources, GENERATED),
-    "texts of t5": Demo(
-        "seq2seq",
-        (
-            *TEXTS,
-            "task.model_config={model_type: t5, d_model: 32, d_kv: 8, d_ff: 48, num_layers: 2, num_heads: 4, dropout_rate: 0.1}",
-        ),
-        (2, 4),
-        lambda rows: [row["source"] for row in rows],
-        GENERATED,
-    ),
-    "texts of bart": Demo(
-        "seq2seq",
-        (
-            *TEXTS,
-            "task.model_config={model_type: bart, d_model: 32, encoder_layers: 2, decoder_layers: 2, encoder_attention_heads: 4, "
-            "decoder_attention_heads: 4, encoder_ffn_dim: 48, decoder_ffn_dim: 48, dropout: 0.1, attention_dropout: 0.1, init_std: 0.2}",
-        ),
-        inputs=lambda rows: [row["source"] for row in rows],
-        predicted=GENERATED,
-    ),
+    "texts of t5": Demo("seq2seq", (*TEXTS, f"task.model_config={T5}"), (2, 4), whole_sources, GENERATED),
+    "texts of bart": Demo("seq2seq", (*TEXTS, f"task.model_config={BART}"), (2,), whole_sources, GENERATED),
     "blocks": Demo(
         "wikitext2_demo",
         (
-            "task.model_config={model_type: transformer_lm, hidden_size: 16, intermediate_size: 16, num_attention_heads: 2, dropout: 0.2}",
-            *(*FEW, "task.max_test_samples=11", "task.block_length=12", "train.epochs=2", "train.lr=0.5"),
+            f"task.model_config={LM}",
+            *FEW,
+            *("task.max_test_samples=11", "task.block_length=12", "train.epochs=2", "train.lr=0.5"),
         ),
         (2, 4),
         counts=False,
@@ -172,22 +165,12 @@ DEMOS = {
     ),
     "images with batch norm": Demo(
         "image_classification_demo",
-        (
-            *(*IMAGES, "train.lr=1e-3", "task.mixup=0.3"),
-            "task.model_config={model_type: resnet, embedding_size: 8, hidden_sizes: [8, 16], depths: [1, 1], layer_type: basic}",
-        ),
+        (*IMAGES, "train.lr=1e-3", "task.mixup=0.3", f"task.model_config={RESNET}"),
         inputs=images_of(few_shapes),
     ),
     "restoration": Demo(
         "restoration_demo",
-        (
-            "task.max_train_samples=12",
-            "task.max_eval_samples=5",
-            "train.epochs=2",
-            "train.batch_size=3",
-            "train.micro_batch_size=2",
-            *OFTEN,
-        ),
+        (*FEW_PICTURES, "train.micro_batch_size=2", *OFTEN),
         num_eval=5,
         counts=False,
         learns=False,
