@@ -22,7 +22,7 @@ UNSHARDED = {
 }
 """The optimizers that cannot work on the parts of weights that FSDP leaves on each process, and why."""
 SCHEDULES = ("linear", "cosine", "constant", "step", "wsd", "cosine_restarts", "inverse_sqrt", "polynomial")
-"""The bare names of ``train.schedule``; hftune.optim.SCHEDULES has the functions."""
+"""The bare names of ``train.schedule``; hftune.optim.schedules.factor_at computes them."""
 FALLING = ("linear", "cosine", "wsd", "cosine_restarts", "polynomial")
 """The schedules that fall to ``train.min_lr``."""
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")

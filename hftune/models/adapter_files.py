@@ -111,7 +111,6 @@ def complete_adapter(model: PreTrainedModel, directory: Path, name: str | None, 
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Say whether the linear layers of a model have 4 bits."""
     return any(map(is_packed, model.parameters()))
 
 

@@ -132,12 +132,10 @@ def import_peft() -> None:
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Say whether a model has adapters."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def trained_names(model: nn.Module) -> set[str]:
-    """Return the names of the parameters that are trained."""
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -199,7 +197,6 @@ def new_modules(model: nn.Module) -> list[str]:
 
 
 def trains(module: nn.Module) -> bool:
-    """Say whether a module has parameters that are trained."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 

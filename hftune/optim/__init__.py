@@ -2,11 +2,10 @@
 
 from hftune.optim.groups import freeze, parameter_groups
 from hftune.optim.optimizers import OPTIMIZERS, build_optimizer, optimizer_class
-from hftune.optim.schedules import SCHEDULES, check_schedule, ema_decay_at, lr_at, num_warmup_steps
+from hftune.optim.schedules import check_schedule, ema_decay_at, lr_at, num_warmup_steps
 
 __all__ = [
     "OPTIMIZERS",
-    "SCHEDULES",
     "build_optimizer",
     "check_schedule",
     "ema_decay_at",

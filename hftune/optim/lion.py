@@ -21,7 +21,6 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Take a step from the gradients that are there."""
         for group in self.param_groups:
             lr, (beta1, beta2) = group["lr"], group["betas"]
             for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):

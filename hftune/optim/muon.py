@@ -74,8 +74,12 @@ class Muon(torch.optim.Optimizer):
                 average.lerp_(gradient, 1 - momentum)
                 update = self.whole(gradient.lerp(average, momentum) if group["nesterov"] else average)
                 matrix.mul_(1 - lr * group["weight_decay"])
-                step = lr * scale(matrix.shape, group["adjust_lr_fn"])
-                matrix.add_(self.part(orthogonalized(update, group["ns_steps"]), matrix), alpha=-step)
+                rows, columns = matrix.shape
+                if group["adjust_lr_fn"] == "match_rms_adamw":  # steps as large as AdamW's usually are
+                    factor = 0.2 * math.sqrt(max(rows, columns))
+                else:
+                    factor = math.sqrt(max(1, rows / columns))
+                matrix.add_(self.part(orthogonalized(update, group["ns_steps"]), matrix), alpha=-lr * factor)
         if self._adamw is not None:
             self._adamw.state = self.state  # one state for both; whoever loads it makes a new one
             self._adamw.param_groups = [group for group in self.param_groups if not group[MATRICES]]
@@ -92,9 +96,3 @@ def orthogonalized(matrix: Tensor, num_steps: int) -> Tensor:
         gram = found @ found.T
         found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
     return found.T if is_tall else found
-
-
-def scale(shape: torch.Size, adjust_lr_fn: str) -> float:
-    """Return the factor of the learning rate for a matrix: match_rms_adamw makes steps as large as AdamW's usually are."""
-    rows, columns = shape
-    return 0.2 * math.sqrt(max(rows, columns)) if adjust_lr_fn == "match_rms_adamw" else math.sqrt(max(1, rows / columns))

@@ -48,25 +48,20 @@ def optimizer_class(config: TrainConfig) -> type[torch.optim.Optimizer]:
     kind = import_named("train.optimizer", name, module, attribute)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise ConfigError(f"train.optimizer={name} is not a subclass of torch.optim.Optimizer.")
-    _check_arguments(name, kind, config)
-    return kind
-
-
-def _check_arguments(name: str, kind: type, config: TrainConfig) -> None:
     signature = inspect.signature(kind)
     taken = {key for key, item in signature.parameters.items() if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)}
     if any(item.kind is item.VAR_KEYWORD for item in signature.parameters.values()):
-        return
+        return kind
     plain = ", ".join(str(item.replace(annotation=item.empty)) for item in signature.parameters.values())
     shown = f"{kind.__name__}({plain})"
     for key in config.optimizer_args:
         if key not in taken:
-            hint = did_you_mean(key, taken)
-            raise ConfigError(f"train.optimizer_args.{key}: {shown} has no such argument.{hint}")
+            raise ConfigError(f"train.optimizer_args.{key}: {shown} has no such argument.{did_you_mean(key, taken)}")
     if "lr" not in taken:
         raise ConfigError(f"train.optimizer={name}: {shown} has no argument lr, which train.lr and train.schedule set.")
     if config.weight_decay and "weight_decay" not in taken:
         raise ConfigError(f"train.weight_decay={config.weight_decay}: {shown} has no such argument. Set it to 0.")
+    return kind
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:

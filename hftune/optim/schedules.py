@@ -1,6 +1,6 @@
 """Schedules of the learning rate, as pure functions of the optimizer step. Independent of batches and ranks.
 
-A bare name in ``train.schedule`` is one of SCHEDULES; a dotted path leads to the user's code.
+A bare name in ``train.schedule`` is one of ``factor_at``; a dotted path leads to the user's code.
 """
 
 from __future__ import annotations
@@ -20,71 +20,31 @@ def num_warmup_steps(num_steps: int, config: TrainConfig) -> int:
     return min(math.ceil(config.warmup_ratio * num_steps), num_steps - 1)  # a run of one step would have rate 0
 
 
-def linear(step: int, num_steps: int, steps_per_epoch: int, config: TrainConfig) -> float:
-    """Fall to 0 in a straight line."""
-    return max(0.0, 1 - _progress(step, num_steps, config))
+def factor_at(step: int, num_steps: int, steps_per_epoch: int, config: TrainConfig) -> float:
+    """Return the factor of ``train.lr`` after the warmup, for a bare name of ``train.schedule``: those that recipes may use.
 
-
-def cosine(step: int, num_steps: int, steps_per_epoch: int, config: TrainConfig) -> float:
-    """Fall to 0 along half a cosine."""
-    return max(0.0, 0.5 * (1 + math.cos(math.pi * _progress(step, num_steps, config))))
-
-
-def constant(step: int, num_steps: int, steps_per_epoch: int, config: TrainConfig) -> float:
-    """Stay at the peak."""
-    return 1.0
-
-
-def decay_by_epoch(step: int, num_steps: int, steps_per_epoch: int, config: TrainConfig) -> float:
-    """Multiply by ``train.gamma`` after every ``train.step_size`` epochs, counted from the first step on, warmup included."""
-    return config.gamma ** (step // (steps_per_epoch * config.step_size))
-
-
-def warmup_stable_decay(step: int, num_steps: int, steps_per_epoch: int, config: TrainConfig) -> float:
-    """Stay at the peak, and fall to 0 in a straight line in the last ``train.decay_ratio`` of all steps.
-
-    Source: Haegele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", section 3.
+    Source of wsd: Haegele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", section 3.
     """
-    num_decay = max(1, min(math.ceil(config.decay_ratio * num_steps), num_steps - num_warmup_steps(num_steps, config)))
-    return max(0.0, min(1.0, (num_steps - step) / num_decay))
-
-
-def cosine_restarts(step: int, num_steps: int, steps_per_epoch: int, config: TrainConfig) -> float:
-    """Fall to 0 along half a cosine ``train.cycles`` times, each time from the peak."""
-    progress = _progress(step, num_steps, config)
-    return 0.0 if progress >= 1 else 0.5 * (1 + math.cos(math.pi * ((config.cycles * progress) % 1)))
-
-
-def inverse_sqrt(step: int, num_steps: int, steps_per_epoch: int, config: TrainConfig) -> float:
-    """Fall with the square root of the step, as if the rise had taken the steps of the warmup; 10,000 if there is none."""
     num_warmup = num_warmup_steps(num_steps, config)
-    timescale = num_warmup or 10_000
-    return 1 / math.sqrt((step - num_warmup + timescale) / timescale)
-
-
-def polynomial(step: int, num_steps: int, steps_per_epoch: int, config: TrainConfig) -> float:
-    """Fall to 0 as the share of steps that are left, to the power of ``train.power``."""
-    return max(0.0, 1 - _progress(step, num_steps, config)) ** config.power
-
-
-def _progress(step: int, num_steps: int, config: TrainConfig) -> float:
-    """Return the share of the steps after the warmup that are done."""
-    num_warmup = num_warmup_steps(num_steps, config)
-    return (step - num_warmup) / max(1, num_steps - num_warmup)
-
-
-SCHEDULES: dict[str, Callable[[int, int, int, TrainConfig], float]] = {
-    "linear": linear,
-    "cosine": cosine,
-    "constant": constant,
-    "step": decay_by_epoch,
-    "wsd": warmup_stable_decay,
-    "cosine_restarts": cosine_restarts,
-    "inverse_sqrt": inverse_sqrt,
-    "polynomial": polynomial,
-}
-"""The schedules that have a bare name: functions of (step, num_steps, steps_per_epoch, train section), which return the factor
-of ``train.lr`` after the warmup. hftune.config.sections lists the names."""
+    progress = (step - num_warmup) / max(1, num_steps - num_warmup)
+    match config.schedule:
+        case "linear":  # to 0 in a straight line
+            return max(0.0, 1 - progress)
+        case "cosine":  # to 0 along half a cosine
+            return max(0.0, 0.5 * (1 + math.cos(math.pi * progress)))
+        case "cosine_restarts":  # likewise, train.cycles times, each time from the peak
+            return 0.0 if progress >= 1 else 0.5 * (1 + math.cos(math.pi * ((config.cycles * progress) % 1)))
+        case "polynomial":  # to 0 as the share of steps that are left, to the power of train.power
+            return max(0.0, 1 - progress) ** config.power
+        case "inverse_sqrt":  # as if the rise had taken the steps of the warmup; 10,000 if there is none
+            timescale = num_warmup or 10_000
+            return 1 / math.sqrt((step - num_warmup + timescale) / timescale)
+        case "step":  # times train.gamma after every train.step_size epochs, counted from the first step, warmup included
+            return config.gamma ** (step // (steps_per_epoch * config.step_size))
+        case "wsd":  # at the peak, and to 0 in a straight line in the last train.decay_ratio of all steps
+            num_decay = max(1, min(math.ceil(config.decay_ratio * num_steps), num_steps - num_warmup))
+            return max(0.0, min(1.0, (num_steps - step) / num_decay))
+    return 1.0  # constant
 
 
 def lr_at(step: int, num_steps: int, config: TrainConfig, steps_per_epoch: int) -> float:
@@ -106,7 +66,7 @@ def lr_at(step: int, num_steps: int, config: TrainConfig, steps_per_epoch: int) 
         if problem := _factor_problem(factor):
             raise TrainingError(f"train.schedule={config.schedule} returned {problem} for step {step} of {num_steps}.")
         return config.lr * float(factor)
-    return config.min_lr + (config.lr - config.min_lr) * SCHEDULES[config.schedule](step, num_steps, steps_per_epoch, config)
+    return config.min_lr + (config.lr - config.min_lr) * factor_at(step, num_steps, steps_per_epoch, config)
 
 
 def ema_decay_at(step: int, config: TrainConfig) -> float:

@@ -138,13 +138,15 @@ class Strategy(Collectives, ABC):
             TrainingError: on all processes, for parameters without a gradient.
         """
 
-    @abstractmethod
     def fits(self, dataset: Any, samples: np.ndarray) -> bool:
         """Return, equal on all processes, whether each one has the memory to train on these samples in one forward pass.
 
         Raises:
-            NotImplementedError: this strategy cannot find out; recipes that ask for it are refused earlier.
+            NotImplementedError: this strategy cannot find out.
         """
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot find out what fits; recipes that ask for it are refused earlier"
+        )
 
     @abstractmethod
     def num_dummies(self, step: Sequence[MicroBatch], num_mine: int) -> int:

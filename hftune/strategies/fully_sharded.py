@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
@@ -26,7 +25,7 @@ from hftune.errors import ConfigError
 from hftune.models.kinds import is_linear
 from hftune.models.stacks import outermost_lists
 from hftune.optim.muon import Muon
-from hftune.strategies.base import NOTHING_ASKED, Asks, StepBatch
+from hftune.strategies.base import NOTHING_ASKED, Asks, StepBatch, Strategy
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.optimizer_state import check_optimizer
 from hftune.strategies.seeds import seed_forward
@@ -74,8 +73,7 @@ class FullySharded(DataParallel):
         how += ", linear layers in bf16" if self.sharding.gather_precision == "bf16" else ""
         return [f"FSDP: process {self.process_index} keeps {own:,} of {total:,} weights; they are gathered {how}."]
 
-    def fits(self, dataset: Any, samples: np.ndarray) -> bool:
-        raise NotImplementedError("a process that fails here leaves the others waiting; check_launcher refuses auto under FSDP")
+    fits = Strategy.fits  # a process that failed to compute would leave the others waiting
 
     def share(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Share in rounds of similar cost: the processes wait for each other in every block of every forward pass."""

@@ -40,7 +40,6 @@ def plain_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each parameter group."""
     return [{key: value for key, value in group.items() if key not in GIVEN} for group in optimizer.param_groups]
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import convert_to_fp32, send_to_device
@@ -67,7 +66,6 @@ class PipelineMicroBatch:
 
     @property
     def shape(self) -> torch.Size:
-        """(rows, length) of the first input."""
         return next(iter(self.inputs.values())).shape[:2]
 
 
@@ -178,9 +176,6 @@ class Pipeline(Strategy):
             f"{total:,} weights they have {stages}."
         ]
 
-    def fits(self, dataset: Any, samples: np.ndarray) -> bool:
-        raise NotImplementedError("stages differ in what they need; check_parallel refuses auto")
-
     def warm_up(self, dataset: Any, micro_batch: MicroBatch, frozen: bool = False) -> list[str]:
         # Besides what the contract asks for, this connects the processes before the first step is timed and watched.
         (batch,) = self.batches(dataset, [[micro_batch] * self.dp_size], num_workers=0)
@@ -229,7 +224,6 @@ class Pipeline(Strategy):
 
     @property
     def _last_stage(self) -> Stage | None:
-        """The last stage, on the processes that have it."""
         return self._stages.get(self.config.num_stages - 1)
 
     def _micro_batch(

@@ -50,7 +50,6 @@ class Grid:
         return cls(dp_rank, dp_size, pp_rank, pp_size, mesh.get_group("dp"), mesh.get_group("pp"))
 
     def rank_of(self, dp_rank: int, pp_rank: int) -> int:
-        """Return the rank among all processes."""
         return dp_rank * self.pp_size + pp_rank
 
 

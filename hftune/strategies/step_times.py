@@ -82,7 +82,6 @@ class StepTimes:
             loss.register_hook(lambda grad: queue(lambda: self._computing.append(self._now())))
 
     def finish(self) -> None:
-        """End the step: its gradient is applied."""
         computing_s = 0.0
         if len(self._computing) == 2:  # else the loss needed no gradient
             began, ended = self._computing
@@ -99,7 +98,6 @@ class StepTimes:
         self.discard()
 
     def discard(self) -> None:
-        """Forget the current step."""
         self._began, self._loading_s = None, 0.0
 
     # Of all processes

@@ -163,7 +163,6 @@ class Chats(TokenTask):
         return chat_tokenizer(cached(lambda: train_bytes(self.training_texts(), self.vocab_size, special)))
 
     def training_texts(self) -> Iterator[str]:
-        """Yield the contents of all messages, and their roles."""
         from hftune.data.chats import ChatError
 
         for index, row in enumerate(self.rows["train"]):

@@ -136,7 +136,6 @@ class Embeddings(TextTask, BatchLossTask):
         return {**texts, "score": scores}
 
     def lengths(self, dataset: Any) -> np.ndarray:
-        """Return the tokens of all texts of each sample."""
         return self.sizes(dataset).sum(1)
 
     def sizes(self, dataset: Any) -> np.ndarray:

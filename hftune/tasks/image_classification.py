@@ -221,7 +221,6 @@ class ImageClassification(ImageTask):
 
     @cached_property
     def _raw_labels(self) -> dict[str, list[Any]]:
-        """The labels of each split as they are in the data."""
         from hftune.data.labels import read_labels
 
         column = self.read_columns["label_column"]
@@ -382,7 +381,6 @@ class ImageClassification(ImageTask):
 
     @property
     def _input(self) -> str:
-        """Name of the model's argument."""
         return "pixel_values" if self._is_of_transformers else "image"
 
     def _normalization(self) -> Iterator[Tensor]:

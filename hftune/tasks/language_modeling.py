@@ -116,7 +116,6 @@ class LanguageModeling(TokenTask):
 
     @cached_property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the model, the one that the recipe names, or one built from the training text."""
         from hftune.data.cache import cached_value
         from hftune.data.word_tokenizer import train_words, word_tokenizer
         from hftune.models.pretrained import load_tokenizer
@@ -154,7 +153,6 @@ class LanguageModeling(TokenTask):
         return [(len(part), weight) for part, weight in zip(dataset.datasets, self.mixed.weights, strict=True)]
 
     def build_model(self) -> PreTrainedModel:
-        """Load the model, or build a new one, and set its generation config."""
         from transformers import GenerationConfig
 
         import hftune.models.transformer_lm  # noqa: F401 - registers the classes

@@ -222,7 +222,6 @@ class Seq2Seq(SourceToTarget):
         return self._for_languages(super().text_tokenizer)
 
     def new_tokenizer(self, cached: Callable[[Callable[[], Any]], Any]) -> PreTrainedTokenizerBase:
-        """Return a byte-level tokenizer trained on the training texts."""
         from hftune.data.byte_tokenizer import byte_tokenizer, train_bytes
 
         return byte_tokenizer(cached(lambda: train_bytes(self.training_texts(), self.vocab_size)))
@@ -358,7 +357,6 @@ class Seq2Seq(SourceToTarget):
 
     @cached_property
     def _generation_config(self) -> GenerationConfig:
-        """The model's own settings, changed by the recipe's."""
         config = deepcopy(self.own_generation)
         config.update(decoder_start_token_id=self._config.decoder_start_token_id, max_length=None)
         code, is_first = self._language_token
@@ -371,7 +369,6 @@ class Seq2Seq(SourceToTarget):
         return int(self._generation_config.num_beams or 1)
 
     def build_model(self) -> PreTrainedModel:
-        """Load the model, or build a new one, and set its generation config."""
         generation = self._generation_config
         model = self.load_model(self._config)
         model.generation_config = generation

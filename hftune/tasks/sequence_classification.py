@@ -228,7 +228,6 @@ class SequenceClassification(TextTask):
         return [self.max_length, self.kind, None if self.kind == "regression" else asdict(self._classes), has_types]
 
     def class_counts(self, dataset: Any) -> dict[str, int]:
-        """Return the number of texts of each class, or with each label."""
         from hftune.data.tokenized import column_of
 
         labels = column_of(dataset, "label")
@@ -300,7 +299,6 @@ class SequenceClassification(TextTask):
         return self._problem.num_items(target)
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
-        """Return rows of label and prediction, and of probabilities if there are classes."""
         return self._problem.rows(outputs.logits, batch["labels"])
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -330,7 +330,7 @@ class TokenTask(TextTask):
         return head_loss(outputs, target)
 
     def num_items(self, target: Tensor) -> int:
-        return count_labels(target)
+        return int((target != NO_LABEL).sum())
 
 
 _SHARED = frozenset(item.name for item in fields(TextTask))
@@ -409,8 +409,3 @@ def text_scores(scores: Sequence[str], texts: Sequence[str], references: Sequenc
 
         found |= chrf(texts, references)
     return found
-
-
-def count_labels(labels: Tensor) -> int:
-    """Count the labels that are not NO_LABEL."""
-    return int((labels != NO_LABEL).sum())

@@ -14,10 +14,9 @@ from hftune.config.keys import key
 from hftune.data.columns import TEXTS, Role
 from hftune.errors import ConfigError
 from hftune.metrics.records import directions
-from hftune.tasks.text import NO_LABEL, TextTask, beginning, count_labels, token_loss
+from hftune.tasks.text import NO_LABEL, TokenTask, beginning
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from hftune.data.labels import Classes
@@ -28,7 +27,7 @@ TAGS = ("ner_tags", "tags", "labels", "pos_tags", "upos")
 
 
 @dataclass
-class TokenClassification(TextTask):
+class TokenClassification(TokenTask):
     """Tag the words of texts. The loss is cross-entropy at the first token of each word; an item is a word."""
 
     model: str | None = key("google-bert/bert-base-cased", changes="model")
@@ -143,15 +142,8 @@ class TokenClassification(TextTask):
         return [*super().notices(datasets, model), *self._classes.notices()]
 
     def class_counts(self, dataset: Any) -> dict[str, int]:
-        """Return the number of words with each tag."""
         labels = dataset.column("labels").flat
         return self._classes.counts(labels[labels != NO_LABEL])
-
-    def loss(self, outputs: Any, target: Tensor) -> Tensor:
-        return token_loss(outputs.logits, target)
-
-    def num_items(self, target: Tensor) -> int:
-        return count_labels(target)
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Return rows of label and prediction: lists of the tag numbers of the words, but for those that were cut off."""

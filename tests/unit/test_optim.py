@@ -14,7 +14,6 @@ from hftune.config import EvalConfig, TrainConfig, sections
 from hftune.distributed.preflight import check_launcher
 from hftune.optim import (
     OPTIMIZERS,
-    SCHEDULES,
     build_optimizer,
     check_schedule,
     ema_decay_at,
@@ -138,7 +137,7 @@ def test_optimizer_takes_its_fields_and_is_fused(config, kind, options):
 
 
 def test_the_names_that_recipes_may_use_are_those_of_the_tables():
-    assert tuple(OPTIMIZERS) == sections.OPTIMIZERS and tuple(SCHEDULES) == sections.SCHEDULES
+    assert tuple(OPTIMIZERS) == sections.OPTIMIZERS
 
 
 def test_a_dotted_path_is_an_optimizer_of_ones_own_with_its_arguments():
