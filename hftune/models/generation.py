@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedConfig
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import BaseModelOutput
 
 from hftune.errors import ConfigError, did_you_mean
-from hftune.models.pretrained import CONFIG, folder_of
 
 CONTINUABLE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -109,14 +108,6 @@ def _repeat(cache: DynamicCache, num_copies: int, room: int = ROOM) -> None:
     """Repeat the rows of a cache for the beams, one layer after the other, so that only one layer is there twice."""
     for index, layer in enumerate(cache.layers):
         cache.layers[index] = SourceLayer(layer.keys, layer.values, num_copies, room)
-
-
-def own_generation(model: str, commit: str | None, config: PreTrainedConfig) -> GenerationConfig:
-    """Return the generation settings that come with a model, or that its config implies."""
-    folder = folder_of(model, commit, CONFIG)
-    if (folder / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(folder)
-    return GenerationConfig.from_model_config(config)
 
 
 def tidy(config: GenerationConfig, settings: Mapping[str, Any] | None = None) -> GenerationConfig:

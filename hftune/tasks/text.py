@@ -252,12 +252,15 @@ class TextTask(DatasetTask):
         """The generation settings that come with the model; those of a new one say where its texts end."""
         from transformers import GenerationConfig
 
-        from hftune.models.generation import own_generation
+        from hftune.models.pretrained import CONFIG, folder_of
 
-        if self.model is not None:
-            return own_generation(self.model, self.model_commit, self.named_config)
-        tokens = self.text_tokenizer
-        return GenerationConfig(pad_token_id=tokens.pad_token_id, eos_token_id=tokens.eos_token_id)
+        if self.model is None:
+            tokens = self.text_tokenizer
+            return GenerationConfig(pad_token_id=tokens.pad_token_id, eos_token_id=tokens.eos_token_id)
+        folder = folder_of(self.model, self.model_commit, CONFIG)
+        if (folder / "generation_config.json").is_file():
+            return GenerationConfig.from_pretrained(folder)
+        return GenerationConfig.from_model_config(self.named_config)
 
     def build_model(self) -> PreTrainedModel:
         """Load the model, or build a new one for the tokenizer."""
