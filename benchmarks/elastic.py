@@ -221,8 +221,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=1, help="runs at the same time")
     parser.add_argument("--meeting", choices=("folder", "host"), default="host")
     parser.add_argument("--keep", type=Path, help="folder for what the launchers of a run that got stuck have said")
-    three = {"events": 3, "steps": 30, "pause": 0.15, "machines": 3, "kinds": ["power off", "arrival", "SIGTERM"]}
-    return parse_options(parser, smoke={"runs": 1, **three})
+    two = {"events": 2, "steps": 30, "pause": 0.1, "machines": 2, "kinds": ["power off", "arrival"]}
+    return parse_options(parser, smoke={"runs": 1, **two})
 
 
 def num_steps(options: argparse.Namespace) -> int:
