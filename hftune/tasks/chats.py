@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hftune.config.keys import key
+from hftune.data.chats import ChatError, ChatFormat, fitted, messages_of, tools_of
 from hftune.data.columns import TEXTS, Role
+from hftune.data.messages import as_messages, without_nulls
 from hftune.errors import ConfigError, DataError
 from hftune.hooks import Hooks
 from hftune.metrics.records import directions
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
     from transformers.generation import BaseStreamer
 
-    from hftune.data.chats import ChatFormat
     from hftune.data.tokenized import Texts
     from hftune.task import Batch, Direction
 
@@ -163,8 +164,6 @@ class Chats(TokenTask):
         return chat_tokenizer(cached(lambda: train_bytes(self.training_texts(), self.vocab_size, special)))
 
     def training_texts(self) -> Iterator[str]:
-        from hftune.data.chats import ChatError
-
         for index, row in enumerate(self.rows["train"]):
             try:
                 messages, _ = chat_of(row, self.read_columns)
@@ -180,8 +179,6 @@ class Chats(TokenTask):
     @cached_property
     def chat_format(self) -> ChatFormat:
         """How the model's template writes chats, and where its generation stops."""
-        from hftune.data.chats import ChatFormat
-
         today = None if self.date is None else datetime.date.fromisoformat(self.date)
         stops = _as_list(self.own_generation.eos_token_id)
         return ChatFormat(self.text_tokenizer, options=self.template_options, stops=stops, today=today)
@@ -413,8 +410,6 @@ class Chats(TokenTask):
 
     def raw_inputs(self, rows: Mapping[str, list]) -> list:
         """Return what some rows of a table ask: texts, or lists of messages, which may be JSON text."""
-        from hftune.data.messages import as_messages, without_nulls
-
         return [as_messages(without_nulls(value)) for value in Hooks.raw_inputs(self, rows)]
 
     def input_lengths(self, inputs: list) -> list[int] | None:
@@ -426,8 +421,6 @@ class Chats(TokenTask):
         Raises:
             DataError: it cannot be answered.
         """
-        from hftune.data.chats import ChatError, messages_of, tools_of
-
         if isinstance(value, str) and not value.strip():
             raise DataError(f"Input {index} is an empty text.")
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
@@ -488,8 +481,6 @@ def encode(
     Raises:
         BadChat: a row cannot be trained on.
     """
-    from hftune.data.chats import ChatError, fitted
-
     found: dict[str, list] = {"input_ids": [], "labels": [], "row": [], "lost": []}
     for place, index in enumerate(indices):
         try:
@@ -516,8 +507,6 @@ def chat_of(
         columns: see ``Chats.find_columns``.
         completion_only: see ``messages_of``.
     """
-    from hftune.data.chats import messages_of, tools_of
-
     names = [columns[key] for key in ("messages_column", "prompt_column", "completion_column") if key in columns]
     tools = columns.get("tools_column")
     return messages_of(row, names, completion_only=completion_only), None if tools is None else tools_of(row, tools)

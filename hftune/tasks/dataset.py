@@ -12,7 +12,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.config.keys import key
-from hftune.data.columns import Role, find_columns, is_label
+from hftune.data.columns import Role, check_column, chosen, find_columns, is_label
+from hftune.data.files import model_commit
+from hftune.data.hub import known
 from hftune.data.sources import INSTEAD, NO_EVAL_DATA, Source, held_out_key, held_out_problems, names_eval_data
 from hftune.errors import format_value
 from hftune.task import Task
@@ -99,13 +101,9 @@ class DatasetTask(Task):
     @cached_property
     def model_commit(self) -> str | None:
         """Commit of the model that is loaded from the Hub; None for folders and new models."""
-        from hftune.data.files import model_commit
-
         return model_commit(self.model, self.model_revision) if hasattr(self, "model") else None
 
     def commits(self) -> dict[str, str]:
-        from hftune.data.hub import known
-
         return known({"task.model": self.model_commit, "task.dataset": self.source.commit})
 
     @property
@@ -201,8 +199,6 @@ class DatasetTask(Task):
     @cached_property
     def rows(self) -> dict[str, Dataset]:
         """The rows of each split, whose columns have been checked."""
-        from hftune.data.columns import check_column
-
         for split, rows in self.unchecked_rows.items():
             for name, column in self.read_columns.items():
                 check_column(rows, f"task.{name}", column, split)
@@ -240,7 +236,6 @@ class DatasetTask(Task):
     def row_notices(self) -> list[str]:
         """Return notices of keys without effect, of columns that were chosen, and of rows held out or left out."""
         from hftune.data import notices
-        from hftune.data.columns import chosen
 
         rows, what = self.rows, self.rows_are
         counts = {split: notices.num_rows(own) for split, own in rows.items()}

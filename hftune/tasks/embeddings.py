@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.config.keys import key
-from hftune.data.columns import TEXTS, Role
+from hftune.data.columns import TEXTS, Role, check_column, is_number
 from hftune.errors import ConfigError, DataError, did_you_mean
 from hftune.metrics.records import directions
 from hftune.task import BatchLossTask
@@ -114,8 +114,6 @@ class Embeddings(TextTask, BatchLossTask):
     def targets(self, split: str) -> Mapping[str, np.ndarray]:
         """Return a number for each text, the same for equal texts, (N, K) int64, and the scores, unless it is for training."""
         import numpy as np
-
-        from hftune.data.columns import check_column, is_number
 
         def number_of(text: str) -> int:  # 64 bits of its hash
             return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big", signed=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.config.keys import key
 from hftune.data.columns import IMAGES, LABELS, Role
+from hftune.data.files import model_folder_problems
 from hftune.errors import did_you_mean, format_value
 from hftune.metrics.records import directions
 from hftune.tasks.images import ImageTask, check_same_network, read_config, save_config, to_bytes
@@ -116,8 +117,6 @@ class ImageClassification(ImageTask):
         return self.model is not None or bool(self.model_config)
 
     def field_problems(self) -> Iterator[str]:
-        from hftune.data.files import model_folder_problems
-
         yield from super().field_problems()
         mean, std = self.mean, self.std
         if self._is_of_transformers:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.config.keys import key
+from hftune.data.columns import check_kind
+from hftune.data.sources import FOLDER_FORMATS, held_out_key, image_folder_problems
 from hftune.errors import ConfigError
 from hftune.tasks.dataset import DatasetTask
 
@@ -56,8 +58,6 @@ class ImageTask(DatasetTask):
     """Keys of splits that a folder of idx files must have."""
 
     def data_problems(self) -> Iterator[str]:
-        from hftune.data.sources import held_out_key, image_folder_problems
-
         dataset = self.dataset or ""
         if self.eval_split is not None and (held_out := held_out_key(self)) and not self.data_files and ":" not in dataset:
             yield (
@@ -70,16 +70,12 @@ class ImageTask(DatasetTask):
             yield from image_folder_problems(dataset, self.data_dir, splits)
 
     def check_rows(self, rows: Mapping[str, Dataset]) -> None:
-        from hftune.data.columns import check_kind
-
         for split, own in rows.items():
             for name, role in self.columns.items():
                 for column in self.columns_for(name) if role.kind == "image" else ():
                     check_kind(own, column, split, "image")
 
     def row_notices(self) -> list[str]:
-        from hftune.data.sources import FOLDER_FORMATS
-
         # The columns of folders always have the same names.
         return [line for line in super().row_notices() if "chosen from" not in line or self.dataset not in FOLDER_FORMATS]
 

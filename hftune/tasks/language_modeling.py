@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.config.keys import key
+from hftune.data.files import is_folder, model_commit, model_folder_problems
+from hftune.data.hub import known, name_problems
 from hftune.errors import ConfigError
 from hftune.metrics.records import directions
 from hftune.tasks.text import NO_LABEL, TextTask, TokenTask, check_inputs, head_losses, pieces
@@ -74,9 +76,6 @@ class LanguageModeling(TokenTask):
     sample_fields = ("text", "perplexity")
 
     def model_problems(self) -> Iterator[str]:
-        from hftune.data.files import is_folder, model_folder_problems
-        from hftune.data.hub import name_problems
-
         yield from model_folder_problems(self.model, self.model_config, example="gpt2")
         if self.datasets_ and self.max_train_samples is not None:
             yield f"task.max_train_samples={self.max_train_samples} and task.datasets: give the data sets smaller weights."
@@ -104,14 +103,10 @@ class LanguageModeling(TokenTask):
     @cached_property
     def tokenizer_commit(self) -> str | None:
         """Commit of the tokenizer that is loaded from the Hub, if the recipe names one."""
-        from hftune.data.files import model_commit
-
         name = None if self.tokenizer in TRAINED else self.tokenizer
         return model_commit(name, self.tokenizer_revision, "task.tokenizer")
 
     def commits(self) -> dict[str, str]:
-        from hftune.data.hub import known
-
         return super().commits() | known({"task.tokenizer": self.tokenizer_commit})
 
     @cached_property

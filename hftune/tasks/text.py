@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hftune.config.keys import key
 from hftune.config.own_code import hashes_of
 from hftune.data.columns import TEXTS, Role
-from hftune.data.sources import Source, mixture_source
+from hftune.data.files import model_folder_problems
+from hftune.data.hub import known
+from hftune.data.sources import Source, held_out_problems, mixture_problems, mixture_source
 from hftune.errors import ConfigError, DataError
 from hftune.metrics.records import rouge_names
 from hftune.tasks.dataset import DatasetTask
@@ -80,15 +82,11 @@ class TextTask(DatasetTask):
 
     def model_problems(self) -> Iterator[str]:
         """Yield what is wrong with the keys that name the model."""
-        from hftune.data.files import model_folder_problems
-
         yield from model_folder_problems(self.model, self.model_config)
 
     # Several data sets
 
     def data_problems(self) -> Iterator[str]:
-        from hftune.data.sources import held_out_problems, mixture_problems
-
         if self.datasets_ is None:
             yield from super().data_problems()
         else:
@@ -101,8 +99,6 @@ class TextTask(DatasetTask):
         return [mixture_source(entry, index, self.instead_of_hub) for index, entry in enumerate(self.datasets_ or ())]
 
     def commits(self) -> dict[str, str]:
-        from hftune.data.hub import known
-
         mixed = {f"task.datasets.{index}.dataset": source.commit for index, source in enumerate(self._mixed_sources)}
         return super().commits() | known(mixed)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hftune.config.keys import key
 from hftune.data.columns import TEXTS, Role
+from hftune.data.files import model_folder_problems, vocabulary_problems
 from hftune.errors import ConfigError
 from hftune.metrics.records import directions, rouge_names
 from hftune.tasks.seq2seq import SourceToTarget
@@ -70,8 +71,6 @@ class TitleGeneration(SourceToTarget):
     sample_fields = ("source", "title", "generated")
 
     def model_problems(self) -> Iterator[str]:
-        from hftune.data.files import model_folder_problems, vocabulary_problems
-
         yield from model_folder_problems(self.model, {"model_type": "is given by the architecture"})
         yield from vocabulary_problems(self.vocabulary, self.model)
 

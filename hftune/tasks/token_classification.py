@@ -12,6 +12,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.config.keys import key
 from hftune.data.columns import TEXTS, Role
+from hftune.data.tags import (
+    bracketed,
+    checked_words,
+    entities_of,
+    first_tokens,
+    is_entity_scheme,
+    joins_words,
+    named_tags,
+    read_tags,
+    tag_names,
+    windows,
+    word_ids,
+)
 from hftune.errors import ConfigError
 from hftune.metrics.records import directions
 from hftune.tasks.text import NO_LABEL, TokenTask, beginning
@@ -64,7 +77,6 @@ class TokenClassification(TokenTask):
     def _classes(self) -> Classes:
         from hftune.data.cache import cached_value
         from hftune.data.labels import Classes
-        from hftune.data.tags import tag_names
 
         depends_on = ["tags", self.rows["train"]._fingerprint, self._tags]
         return Classes.of(
@@ -83,8 +95,6 @@ class TokenClassification(TokenTask):
         return getattr(getattr(self.rows[split].features[self._tags], "feature", None), "names", None)
 
     def _read(self, split: str) -> list[list[Any]]:
-        from hftune.data.tags import read_tags
-
         return read_tags(self.rows[split], self._words, self._tags, split, self.row_of(split))
 
     def training_texts(self) -> list[str]:
@@ -93,7 +103,6 @@ class TokenClassification(TokenTask):
     @cached_property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the model, or one trained on the words; it says which word a token belongs to."""
-        from hftune.data.tags import joins_words
         from hftune.models.pretrained import load_tokenizer
 
         tokenizer = super().text_tokenizer
@@ -119,8 +128,6 @@ class TokenClassification(TokenTask):
         return super().tokenized(split)
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
-        from hftune.data.tags import first_tokens, word_ids
-
         ids, words, cut = word_ids(rows[self._words], self.text_tokenizer, self.max_length)
         labels = []
         for tags, words_of_tokens in zip(rows[self._tags], words, strict=True):
@@ -130,8 +137,6 @@ class TokenClassification(TokenTask):
 
     def encoder(self, split: str) -> Callable[[dict[str, list]], dict[str, list]]:
         """Return ``encode`` for the rows of a split, given names instead of the numbers that they have in this split."""
-        from hftune.data.tags import named_tags
-
         names = self._names_in(split)
         return lambda rows: self.encode({**rows, self._tags: named_tags(rows[self._tags], names)})
 
@@ -155,8 +160,6 @@ class TokenClassification(TokenTask):
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return texts with their tags in brackets, true and predicted, and the number of words whose tag is wrong."""
-        from hftune.data.tags import bracketed
-
         described = []
         for words, row in zip(self._tagged_words, rows, strict=True):
             true, predicted = ([self.labels[number] for number in row[name]] for name in ("label", "prediction"))
@@ -168,8 +171,6 @@ class TokenClassification(TokenTask):
     @cached_property
     def _tagged_words(self) -> list[list[str]]:
         """The words of each text of the eval split that have a token, and therefore a tag."""
-        from hftune.data.tags import first_tokens, word_ids
-
         texts = self.rows["eval"][self._words]
         _, words, _ = word_ids(texts, self.text_tokenizer, self.max_length)
         return [
@@ -178,7 +179,6 @@ class TokenClassification(TokenTask):
         ]
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        from hftune.data.tags import is_entity_scheme
         from hftune.metrics.entities import tag_metrics
 
         true, predicted = ([[self.labels[number] for number in row[key]] for row in rows] for key in ("label", "prediction"))
@@ -196,8 +196,6 @@ class TokenClassification(TokenTask):
         A text is cut into words and punctuation marks, or is a list of words already. One that is longer than the maximum is
         read in overlapping windows.
         """
-        from hftune.data.tags import checked_words, entities_of, is_entity_scheme
-
         texts = [checked_words(value, index) for index, value in enumerate(inputs)]
         names = model.config.id2label
         rows: list[dict[str, Any]] = []
@@ -214,8 +212,6 @@ class TokenClassification(TokenTask):
 
         Where windows overlap, a word has the tag of the window in which it is farther from both ends.
         """
-        from hftune.data.tags import first_tokens, windows
-
         found: list[dict[int, tuple[int, int, float]]] = [{} for _ in texts]
         ids, words, texts_of = windows(texts, self.text_tokenizer, self.max_length)
         for start in range(0, len(ids), len(texts)):  # as many at once as there are texts
