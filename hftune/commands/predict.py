@@ -129,8 +129,10 @@ def run(options: argparse.Namespace) -> int:
         row = {**input_column(value), **save_images(flat(prediction), path)}
         print(strict_json(row, ensure_ascii=False) if options.json else "\t".join(map(str, row.values())), flush=True)
         if options.track:
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)  # or a chat
-            rows.append(row if "input" in row else {"text": text[:MAX_CHARACTERS], **row})
+            if not isinstance(value, (Path, tuple)):
+                text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)  # or a chat
+                row = {"text": text[:MAX_CHARACTERS], **row}
+            rows.append(row)
             found = [np.asarray(image.convert("RGB")) for image in prediction.values() if isinstance(image, Image.Image)]
             images += [(image, row["input"]) for image in found[: recipe.eval.show_samples - len(images)]]
     if options.track:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -120,23 +120,18 @@ def checked_images(rows: datasets.Dataset, split: str, min_side: int | None) -> 
     Raises:
         DataError: one of them cannot be used.
     """
-    images = DamagedImages(rows, split, np.empty((0, 2), np.int32), 0, np.empty(0))
 
     def check(index: int) -> tuple[tuple[int, int], int, float | None]:
         return _check_row(rows[index], name_of(rows, index, split), min_side)
 
     def make() -> dict[str, np.ndarray]:
         with ThreadPoolExecutor(idle_cores(len(rows), rows_each=100)) as threads:
-            sizes, num_converted, marked = zip(*threads.map(check, range(len(rows))), strict=True)
-        shares = [share for share in marked if share is not None]
-        return {
-            "sizes": np.array(sizes, np.int32),
-            "converted": np.array(num_converted),
-            "marked": np.array(shares, np.float64),
-        }
+            sizes, converted, marked = zip(*threads.map(check, range(len(rows))), strict=True)
+        shares = np.array([share for share in marked if share is not None], np.float64)
+        return {"sizes": np.array(sizes, np.int32), "converted": np.array(converted), "marked": shares}
 
     found = cached_arrays(["images checked", rows._fingerprint, states_of_files(rows), min_side, PIL.__version__], make)
-    return replace(images, sizes=found["sizes"], num_converted=int(found["converted"].sum()), marked=found["marked"])
+    return DamagedImages(rows, split, found["sizes"], int(found["converted"].sum()), found["marked"])
 
 
 def _check_row(row: Mapping[str, Any], row_name: str, min_side: int | None) -> tuple[tuple[int, int], int, float | None]:
