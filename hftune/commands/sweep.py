@@ -157,10 +157,8 @@ class Sweep:
         self.asked: dict[str, Any] = {}
         """Optuna's own numbers of the trials that it has been asked for, by their names."""
         for trial in self.trials:
-            if trial.read_result(self.folder_of(trial)) and trial.value is not None:
-                known = {key: self.space.distribution(key, value) for key, value in trial.values.items()}
-                params = {key: value if key in self.space.lists else number(value) for key, value in trial.values.items()}
-                self.study.add_trial(optuna.create_trial(params=params, distributions=known, value=trial.value))
+            if trial.read_result(self.folder_of(trial)):
+                self.ended(trial)
 
     def next(self) -> Trial | None:
         """Return a trial that is not finished; None if there is none to start now."""
@@ -176,11 +174,17 @@ class Sweep:
         return self.trials[-1]
 
     def ended(self, trial: Trial) -> None:
-        """Tell Optuna what a trial that it was asked for has come to."""
-        if self.num_trials is not None and (asked := self.asked.get(trial.name)) is not None:
-            from optuna.trial import TrialState
+        """Tell Optuna what has come of a trial; of one that an earlier call has asked for, what it was, too."""
+        if self.num_trials is None:
+            return
+        from optuna.trial import TrialState, create_trial
 
+        if (asked := self.asked.get(trial.name)) is not None:
             self.study.tell(asked, trial.value, state=TrialState.FAIL if trial.value is None else None)
+        elif trial.value is not None:
+            known = {key: self.space.distribution(key, value) for key, value in trial.values.items()}
+            params = {key: value if key in self.space.lists else number(value) for key, value in trial.values.items()}
+            self.study.add_trial(create_trial(params=params, distributions=known, value=trial.value))
 
     def identity(self) -> dict[str, Any]:
         """Return what makes trials comparable. To the lists of a grid values may be added later, not to those of Optuna."""

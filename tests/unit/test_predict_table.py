@@ -287,7 +287,7 @@ def test_a_killed_prediction_goes_on_and_starts_over_for_different_data(run, tab
     assert len(output.read_text().splitlines()) > 6
 
 
-def test_images_come_from_a_folder_or_by_their_paths(tmp_path, capsys):
+def test_images_come_from_a_folder_or_by_their_paths(tmp_path, capsys, monkeypatch):
     folder = untrained("mnist_demo", tmp_path / "run")
     digits = tmp_path / "digits" / "some"
     digits.mkdir(parents=True)
@@ -304,3 +304,8 @@ def test_images_come_from_a_folder_or_by_their_paths(tmp_path, capsys):
     table.write_text("file_name\nsome/9.png\n")
     assert predict(folder, "--data", table, "--output", output) == 2
     assert "names an image that is not there, at row 0: some/9.png." in capsys.readouterr().err
+    tracked = []
+    monkeypatch.setattr("hftune.commands.tracked.as_run", lambda recipe, *run: recipe)
+    monkeypatch.setattr("hftune.commands.tracked.track_predictions", lambda recipe, facts, rows, images: tracked.extend(rows))
+    assert predict(folder, "--input", digits.parent, "--track") == 0
+    assert [row["input"] for row in tracked] == [str(digits / f"{index}.png") for index in range(3)]
