@@ -232,14 +232,13 @@ def flat_arrays(rows: datasets.Dataset) -> dict[str, np.ndarray | Stream]:
 def tokenizer_key(tokenizer: Any) -> list:
     """Return all that a tokenizer's output depends on, without the truncation settings that its last call left behind."""
     from hftune.data.jieba_tokenizer import JiebaTokenizer
-    from hftune.data.jieba_words import segmenter
 
     backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else dict(tokenizer.init_kwargs)
     backend.update(truncation=None, padding=None, truncation_side=tokenizer.truncation_side)
     backend.update(eos_token=tokenizer.special_tokens_map.get("eos_token"))  # appended to rows by hftune.data.blocks
     libraries = ["datasets", "tokenizers", "transformers"]
     if isinstance(tokenizer, JiebaTokenizer):
-        libraries.append(segmenter())
+        libraries.append("rjieba")
     return [
         type(tokenizer).__name__,
         sorted(tokenizer.get_vocab().items()),

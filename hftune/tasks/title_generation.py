@@ -84,7 +84,7 @@ class TitleGeneration(SourceToTarget):
 
         train, folder = self.rows["train"], self.model or self.vocabulary
         if folder is None:
-            versions = (version("jieba"), version("tokenizers"))
+            versions = (version("rjieba"), version("tokenizers"))
             depends_on = ["jieba", train._fingerprint, self.text_columns_read, self.vocab_size, *versions]
             return save_tokenizer(cached_value(depends_on, lambda: train_vocabulary(self.training_texts(), self.vocab_size)))
         tokenizer = JiebaTokenizer.from_pretrained(folder_of(folder, self.model_commit, TOKENIZER))

@@ -5,8 +5,6 @@ import json
 import pickle
 import random
 import re
-import sys
-import tempfile
 from functools import cache
 
 import datasets
@@ -16,7 +14,7 @@ from datasets.fingerprint import Hasher
 from transformers import AutoTokenizer, BertTokenizer
 
 from hftune import ConfigError
-from hftune.data import jieba_tokenizer, jieba_words
+from hftune.data import jieba_tokenizer
 from hftune.data.jieba_tokenizer import SPECIAL_TOKENS, JiebaTokenizer, check_tokenizer
 from hftune.data.jieba_words import segment
 from hftune.data.tokenized import tokenizer_key
@@ -101,19 +99,6 @@ def test_ids_are_those_of_the_authors_class_on_mixed_texts(tmp_path, do_lower_ca
 def test_words_are_those_of_jieba_on_mixed_texts():
     texts = [text.replace("\ud83d", "") for text in mixed_texts(3000)]
     assert [text for text in texts if segment(text) != jieba.lcut(text, HMM=False)] == []
-
-
-def test_jieba_itself_serves_where_rjieba_is_missing_and_touches_no_cache_file(monkeypatch, tmp_path):
-    expected = [segment(text) for text in sentences(50)]
-    monkeypatch.setitem(sys.modules, "rjieba", None)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    jieba_words._cutter.cache_clear()
-    try:
-        assert [segment(text) for text in sentences(50)] == expected
-        assert "rjieba" not in repr(jieba_words._cutter())
-    finally:
-        jieba_words._cutter.cache_clear()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_batches_pairs_padding_truncation_and_tensors(tokenizer):
