@@ -12,8 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hftune.data.files import FORMAT_OF, format_of, list_images
-from hftune.errors import DataError, did_you_mean
+from hftune.data.files import FORMAT_OF, format_of, list_images, nearest_file
+from hftune.errors import DataError
 
 if TYPE_CHECKING:
     import datasets
@@ -69,8 +69,7 @@ def read_table(name: str, config: str | None = None) -> Table:
     elif re.fullmatch(r"[\w.-]+/[\w.-]+(:.+)?", name) and format_of(name) is None and not name.startswith("."):
         table = _from_hub(name, config)
     else:
-        near = did_you_mean(path.name, [other.name for other in path.parent.glob("*")])
-        raise DataError(f"--data {name}: there is no such file.{near}")
+        raise DataError(f"--data {name}: there is no such file.{nearest_file(path)}")
     if len(table) == 0:
         raise DataError(f"--data {name} has no rows.")
     return table
