@@ -157,9 +157,7 @@ def predict_table(options: argparse.Namespace) -> int:
         start_processes("hftune.cli", words, options.processes, libraries)
         return 0
     from hftune.commands.predict_rows import predict_rows  # imports torch: only once everything has been checked
-    from hftune.tracking.console import hide_reports
 
-    hide_reports()
     if predict_rows(job):
         print(options.output, flush=True)
     return 0

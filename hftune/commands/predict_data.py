@@ -86,11 +86,13 @@ def prepare(options: argparse.Namespace) -> Job:
     given = dict(word.split("=", 1) for word in options.map)
     from hftune.checkpoints.export import read_about, readable
     from hftune.checkpoints.run_folder import check_answers, open_run
+    from hftune.tracking.console import hide_reports
 
     recipe, model = open_run(options.folder, options.trust_code)
     task = recipe.task
     check_answers(task)
     check_probabilities(task, options.probabilities)
+    hide_reports()
     trained_on = read_about(readable(model)).get("columns", {})
     table = flattened(read_table(options.data, getattr(task, "dataset_config", None)), task, {**given, **trained_on})
     columns = find_columns(task, table, given, trained_on)
