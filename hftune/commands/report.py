@@ -15,9 +15,7 @@ COMPARISON = Path("compare.html")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="output folder of a run, such as outputs/yelp")
     parser.add_argument(
-        "--output",
-        type=Path,
-        help=f"HTML file to write (default: report.html in the run's folder; {COMPARISON} for several)",
+        "--output", type=Path, help=f"HTML file to write (default: report.html in the run's folder; {COMPARISON} for several)"
     )
 
 

@@ -27,11 +27,7 @@ class _Help(argparse.Action):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     parser.add_argument(
-        *("-h", "--help"),
-        nargs="*",
-        action=_Help,
-        metavar="SECTION",
-        help="this help, or the keys of recipe sections",
+        *("-h", "--help"), nargs="*", action=_Help, metavar="SECTION", help="this help, or the keys of recipe sections"
     )
     parser.add_argument(
         "--processes",

@@ -30,11 +30,7 @@ TRAIN_ON = ("assistant", "last", "all")
 """Which tokens are trained: of all answers, of the last one, or all tokens."""
 TOO_LONG = ("refuse", "drop", "cut")
 """What becomes of chats that are too long: an error, nothing, or the answers that fit."""
-_PROBE = (
-    {"role": "user", "content": "one"},
-    {"role": "assistant", "content": "@@two@@"},
-    {"role": "user", "content": "three"},
-)
+_PROBE = ({"role": "user", "content": "one"}, {"role": "assistant", "content": "@@two@@"}, {"role": "user", "content": "three"})
 _SYSTEM = {"role": "system", "content": "zero"}
 _CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "find", "arguments": {"what": "one"}}}
 _PROBE_CALL = (

@@ -145,11 +145,7 @@ def writable(kind: Any) -> bool:
 
 
 def write_table(
-    path: Path,
-    kind: str,
-    columns: Sequence[str],
-    rows: Iterable[Mapping[str, Any]],
-    features: Mapping[str, Any] | None = None,
+    path: Path, kind: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], features: Mapping[str, Any] | None = None
 ) -> None:
     """Write rows into a file; what a row lacks is missing there.
 

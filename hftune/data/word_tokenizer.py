@@ -10,11 +10,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 UNKNOWN, END = "<unk>", "<eos>"
-_BASIC_ENGLISH = {
-    **{letter: f" {letter} " for letter in "'.,()!?"},
-    **dict.fromkeys(";:", " "),
-    **{"<br />": " ", '"': ""},
-}
+_BASIC_ENGLISH = {**{letter: f" {letter} " for letter in "'.,()!?"}, **dict.fromkeys(";:", " "), **{"<br />": " ", '"': ""}}
 
 
 def train_words(texts: Iterable[str], kind: str, vocab_size: int | None = None) -> list[str]:

@@ -203,10 +203,7 @@ def _8bit_state(parameter: Tensor, optimizer: Any) -> dict[str, Tensor]:
     return states | {f"absmax{index}": parameter.new_empty(blocks, dtype=torch.float32) for index in (1, 2)}
 
 
-STATES: Mapping[str, Callable[[Tensor, Any], dict[str, Tensor]]] = {
-    "Adafactor": _adafactor_state,
-    "AdamW8bit": _8bit_state,
-}
+STATES: Mapping[str, Callable[[Tensor, Any], dict[str, Tensor]]] = {"Adafactor": _adafactor_state, "AdamW8bit": _8bit_state}
 """What the optimizers keep for each parameter whose steps ask tensors for values; by the names of their classes."""
 
 

@@ -112,7 +112,7 @@ def test_marks_continue_a_token_and_letters_of_scripts_without_spaces_are_single
 
 def test_a_word_token_is_a_word_of_jieba_in_lower_case_without_punctuation():
     assert WordTokenizer().tokenize("苹果公司发布iPhone6，售价6.7千元。") == [
-        *["苹果公司", "发布", "iphone6", "售价", "6", "7", "千元"],
+        *["苹果公司", "发布", "iphone6", "售价", "6", "7", "千元"]
     ]
 
 

@@ -71,11 +71,7 @@ def test_commas_outside_of_brackets_and_quotes_separate_values():
 
 def test_ranges_are_logarithmic_from_a_factor_of_ten():
     space = parse(["recipe=x", "train.lr=1e-5..1e-3", "train.weight_decay=0.0..0.1", "train.epochs=2..5", "a=../x"])
-    assert space.ranges == {
-        "train.lr": (1e-5, 1e-3),
-        "train.weight_decay": (0.0, 0.1),
-        "train.epochs": (2, 5),
-    }
+    assert space.ranges == {"train.lr": (1e-5, 1e-3), "train.weight_decay": (0.0, 0.1), "train.epochs": (2, 5)}
     assert space.fixed == ["a=../x"] and all(isinstance(end, int) for end in space.ranges["train.epochs"])
     pytest.importorskip("optuna")
     assert [space.distribution(key).log for key in space.ranges] == [True, False, False]
