@@ -5,7 +5,6 @@ Shape suffixes: N images, H and W height and width, C channels (1 grey, 3 red, g
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -122,52 +121,34 @@ SPARE = 8 / 7
 class Images:
     """A data set in memory or in a memory-mapped file. A sample has an image (H, W, C) uint8 and a label."""
 
-    pixels_NHWC: np.ndarray
+    pixels: np.ndarray | Ragged
+    """(N, H, W, C) uint8; or, of images of several sizes, the bytes of each."""
     labels: Sequence[Any]
+    shapes_N3: np.ndarray | None = None
+    """Height, width and channels of each image, if they differ in size."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"image": self.pixels_NHWC[index], "label": self.labels[index]}
+        pixels = self.pixels
+        if isinstance(pixels, Ragged):
+            index = range(len(self))[index]
+            image = pixels.flat[pixels.offsets[index] : pixels.offsets[index + 1]].reshape(self.shapes_N3[index])
+        else:
+            image = pixels[index]
+        return {"image": image, "label": self.labels[index]}
 
     def contents(self) -> dict[str, Any]:
-        return {"pixels": self.pixels_NHWC, "labels": self.labels}
+        is_ragged = isinstance(self.pixels, Ragged)
+        return {**self.contents_by_row(), "pixels": self.pixels.flat if is_ragged else self.pixels}
 
     def contents_by_row(self) -> dict[str, Any]:
-        return self.contents()
+        shapes = {} if self.shapes_N3 is None else {"shapes": self.shapes_N3}
+        return {"pixels": self.pixels, "labels": self.labels, **shapes}
 
 
-@dataclass
-class SeveralSizes:
-    """Images of several sizes in a memory-mapped file. A sample has an image (H, W, C) uint8 and a label."""
-
-    pixels: np.ndarray
-    """All bytes of all images, one image after the other, uint8."""
-    shapes_N3: np.ndarray
-    """Height, width and channels of each image."""
-    labels: Sequence[Any]
-
-    def __post_init__(self):
-        self._ends_N = self.shapes_N3.prod(axis=1, dtype=np.int64).cumsum()
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        shape = self.shapes_N3[index].tolist()
-        end = int(self._ends_N[index])
-        return {"image": self.pixels[end - math.prod(shape) : end].reshape(shape), "label": self.labels[index]}
-
-    def contents(self) -> dict[str, Any]:
-        return {"pixels": self.pixels, "shapes": self.shapes_N3, "labels": self.labels}
-
-    def contents_by_row(self) -> dict[str, Any]:
-        pixels = Ragged(self.pixels, np.concatenate([[0], self._ends_N]))
-        return {"pixels": pixels, "shapes": self.shapes_N3, "labels": self.labels}
-
-
-def decode_images(rows: datasets.Dataset, column: str, split: str, form: Form) -> Images | SeveralSizes:
+def decode_images(rows: datasets.Dataset, column: str, split: str, form: Form) -> Images:
     """Decode a column of images once per machine, into memory-mapped files. The data set has no labels yet.
 
     Raises:
@@ -203,7 +184,8 @@ def decode_images(rows: datasets.Dataset, column: str, split: str, form: Form) -
         return {"shapes": shapes_N3, "pixels": Stream(np.uint8, (total,), joined)}
 
     found = cached_arrays(["uncropped", *depends_on], make)
-    return SeveralSizes(found["pixels"], found["shapes"], range(len(rows)))
+    ends_N = found["shapes"].prod(axis=1, dtype=np.int64).cumsum()
+    return Images(Ragged(found["pixels"], np.concatenate([[0], ends_N])), range(len(rows)), found["shapes"])
 
 
 def _joined(arrays: Sequence[np.ndarray], shapes_N3: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedConfig
 
-    from hftune.data.images import Form, Images, SeveralSizes
+    from hftune.data.images import Form, Images
     from hftune.data.labels import Classes
     from hftune.task import Batch, Direction
 
@@ -230,12 +230,12 @@ class ImageClassification(ImageTask):
         """Class names in the order of the class numbers."""
         return self.label_names or self._classes.names
 
-    def datasets(self) -> dict[str, Images | SeveralSizes]:
+    def datasets(self) -> dict[str, Images]:
         """Return the splits. A sample has an image (H, W, C) uint8 and a label, its class number."""
         return dict(self._images)
 
     @cached_property
-    def _images(self) -> dict[str, Images | SeveralSizes]:
+    def _images(self) -> dict[str, Images]:
         from hftune.data.images import check_learnt, decode_images
 
         _ = self._form  # refuses a model that does not classify images before the data are read
@@ -278,7 +278,7 @@ class ImageClassification(ImageTask):
     def class_counts(self, dataset: Images) -> dict[str, int]:
         return self._classes.counts(dataset.labels)
 
-    def notices(self, datasets: Mapping[str, Images | SeveralSizes], model: nn.Module) -> list[str]:
+    def notices(self, datasets: Mapping[str, Images], model: nn.Module) -> list[str]:
         from datasets import Image
 
         from hftune.data import notices
@@ -286,8 +286,8 @@ class ImageClassification(ImageTask):
         info = self.rows["train"].info
         messages = [*self.row_notices(), *notices.unused_splits(self, () if self.data_files else info.splits or ())]
         messages += self._classes.notices()
-        pixels = {split: getattr(images, "pixels_NHWC", None) for split, images in datasets.items()}
-        if self._is_of_transformers or any(arrays is None for arrays in pixels.values()):
+        pixels: dict[str, Any] = {split: images.pixels for split, images in datasets.items() if images.shapes_N3 is None}
+        if self._is_of_transformers or len(pixels) < len(datasets):
             messages += self._model_notices() if self._is_of_transformers else ()
             column = self.read_columns["image_column"]
             encoded = {split: rows.cast_column(column, Image(decode=False))[column] for split, rows in self.rows.items()}

@@ -102,7 +102,11 @@ OFTEN = ("eval.every=never", "checkpoint.every=10", "checkpoint.keep=20")
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    data = ("task.dataset=tests.recipes.test_planted_rows:planted_texts", f"train.batch_size={TEXTS.batch_size}", "train.epochs=3")
+    data = (
+        "task.dataset=tests.recipes.test_planted_rows:planted_texts",
+        f"train.batch_size={TEXTS.batch_size}",
+        "train.epochs=3",
+    )
     folder = tmp_path_factory.mktemp("texts") / "run"
     train(Recipe.load("text_classification_demo", *TINY, *data, *OFTEN, f"output_dir={folder}"))
     return folder
@@ -168,7 +172,11 @@ def test_an_update_that_raised_the_loss_is_named(texts, capsys, tmp_path):
 
 
 def test_flipped_digits_are_ranked_first_and_shown_as_pictures_and_noise_is_an_outlier(tmp_path, capsys):
-    data = ("task.dataset=tests.recipes.test_planted_rows:planted_digits", f"train.batch_size={DIGITS.batch_size}", "train.epochs=8")
+    data = (
+        "task.dataset=tests.recipes.test_planted_rows:planted_digits",
+        f"train.batch_size={DIGITS.batch_size}",
+        "train.epochs=8",
+    )
     train(Recipe.load("mnist_demo", *data, *OFTEN, f"output_dir={tmp_path / 'run'}"))
     lines, rows, output = replay(capsys, tmp_path / "run", f"--step={DIGITS.step}", "--worst=8")
     assert len({row["sample"] for row in rows[:8]} & {*DIGITS.flipped}) >= 4

@@ -13,10 +13,10 @@ from PIL import Image
 from hftune.data import digest
 from hftune.data.blocks import Blocks, JoinedBlocks
 from hftune.data.digest import cached_row_hashes, content_digest, row_hashes
-from hftune.data.images import Images, SeveralSizes
+from hftune.data.images import Images
 from hftune.data.restoration_images import checked_images, load_folder
 from hftune.data.row_hashes import NAME, read_rows, root, write_rows
-from hftune.data.tokenized import Texts
+from hftune.data.tokenized import Ragged, Texts
 from hftune.errors import ConfigError, DataError
 
 ROWS = 2500
@@ -130,7 +130,8 @@ def test_rows_of_every_kind_of_data_set_are_told_apart(monkeypatch):
     spotted[3, 1, 2] = 255
     assert different(Images(pixels, [0] * 5), Images(spotted, [0, 0, 0, 0, 1])) == [3, 4]
     shapes = np.array([[2, 1, 3], [1, 2, 3], [2, 2, 3]])
-    turned = (SeveralSizes(tokens[:24], sizes, [0, 1, 2]) for sizes in (shapes, shapes[[1, 0, 2]]))
+    rows = Ragged(tokens[:24], np.array([0, 6, 12, 24]))
+    turned = (Images(rows, [0, 1, 2], sizes) for sizes in (shapes, shapes[[1, 0, 2]]))
     assert different(*turned) == [0, 1]
     assert different([{"x": torch.ones(2)}, {"x": torch.ones(3)}], [{"x": torch.ones(2)}, {"x": torch.zeros(3)}]) == [1]
 

@@ -122,7 +122,7 @@ def test_sample_depends_on_seed_and_epoch_and_not_on_what_was_loaded_before(movi
         assert all((image != other[place]["image"]).any() for place, image in enumerate(images))
     expected = task.augment(data[5], np.random.RandomState([1, 3, 5]))
     assert (Augmented(data, task, seed=1, epoch=3)[5]["image"] == expected["image"]).all()
-    assert (data.pixels_NHWC[..., 0] == IMAGES).all()  # the data set itself is never changed
+    assert (data.pixels[..., 0] == IMAGES).all()  # the data set itself is never changed
 
 
 def test_task_that_varies_nothing_gets_its_own_data_set_back():

@@ -154,7 +154,7 @@ def test_images_are_held_out_by_class(tmp_path):
     assert loaded.validate() == []
     found = loaded.datasets()
     assert sorted(found["eval"].labels) == [0, 0, 1, 1] and len(found["train"]) == 16
-    seen = [int(images.pixels_NHWC[row, 0, 0, 0]) for images in found.values() for row in range(len(images))]
+    seen = [int(images.pixels[row, 0, 0, 0]) for images in found.values() for row in range(len(images))]
     assert sorted(seen) == list(range(20))
     folds = [ImageClassification(data_files={"train": path}, eval_fold=[fold, 2]) for fold in range(2)]
     assert len({fold.fold_data for fold in folds}) == 1 and sorted(folds[0].fold_rows + folds[1].fold_rows) == [*range(20)]
