@@ -21,6 +21,7 @@ from hftune.data.row_hashes import root, write_rows
 from hftune.replay.history import path_of
 from hftune.replay.ledger import read_ledger
 from hftune.replay.receipt import make_receipt, read_receipt, write_receipt
+from hftune.replay.verification import PinnedHistory
 from tests.support.runs import SMALL, train_on
 
 WORDS = (
@@ -302,56 +303,14 @@ def test_what_cannot_be_verified_is_refused(run, capsys, tmp_path):
     assert "the run has not finished" in refused("receipt", run)
 
 
-def forged_export(run):
-    """Put other weights into both models; return the tensors of their checkpoint, with the same change."""
-    for name in ("model", "model_last"):
-        path = run / name / "model.safetensors"
-        tensors = load_file(path)
+def test_checkpoint_of_which_there_are_two(run):
+    """Only the one that the receipt pins counts: neither one that a replay has left, nor another in its place."""
+    history = PinnedHistory(run, read_ledger(run), pins=read_receipt(run / "receipt.json").checkpoints)
+    shutil.copytree(path_of(run, 12), path_of(history.aside, 12))
+    assert history.checkpoint_path(12) == path_of(run, 12) and history.checkpoint_at(12).step == 12
+    with checkpoint(run, 12) as tensors:
         shifted(tensors, 1e-3)
-        save_file(tensors, path, metadata={"format": "pt"})
-    claimed = load_file(path_of(run, 12) / "model.safetensors")
-    return {name: tensors.get(name, value) for name, value in claimed.items()}
-
-
-def sign(manifest, folder):
-    manifest.pop("sha256", None)
-    manifest["sha256"] = sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
-def test_checkpoint_of_which_there_are_two(run, capsys):
-    """The receipt pins the honest one, and the export would be compared with the other."""
-    folder, evil = path_of(run, 12), forged_export(run)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    original = json.loads(json.dumps(manifest))
-
-    # A second file of the same stem, below the first one.
-    (folder / "more").mkdir()
-    save_file(evil, folder / "more" / "model.safetensors")
-    content = (folder / "more" / "model.safetensors").read_bytes()
-    about = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
-    manifest["files"]["more/model.safetensors"] = about
-    sign(manifest, folder)
-    anew(run)
-    assert verified(run, capsys, "--segments", "2")[1][0].startswith("weights: ")
-
-    # The folder beside the run, in which replays fill gaps.
-    aside = run.with_name("run_replay") / "checkpoints" / folder.name
-    shutil.copytree(folder, aside)
-    shutil.rmtree(aside / "more")
-    save_file(evil, aside / "model.safetensors")
-    manifest["files"].pop("more/model.safetensors")
-    manifest["files"]["model.safetensors"] = about
-    line = read_ledger(run).steps[12]
-    progress = json.loads((aside / "progress.json").read_text())
-    progress["replayed"] = sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()
-    (aside / "progress.json").write_text(json.dumps(progress))
-    content = (aside / "progress.json").read_bytes()
-    manifest["files"]["progress.json"] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
-    sign(manifest, aside)
-    original["files"]["model.safetensors"]["sha256"] = "0" * 64
-    sign(original, folder)
-    assert verified(run, capsys, "--segments", "2")[1][0].startswith("weights: ")
+    assert history.checkpoint_at(12) is None
 
 
 def test_config_and_code_of_the_export(run, capsys):

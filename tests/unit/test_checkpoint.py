@@ -56,6 +56,7 @@ def test_checkpoint_of_this_version_opens(checkpoint):
     [
         (lambda manifest: manifest.pop("files"), "manifest.json lists no files or no step: hftune did not write it"),
         (lambda manifest: manifest.pop("step"), "manifest.json lists no files or no step: hftune did not write it"),
+        (lambda manifest: manifest["files"].update({"more/x": {}}), "names more/x, which is no file of this folder"),
         (lambda manifest: manifest["files"].update({"recipe.yaml": 3}), "gives no size and SHA-256 for recipe.yaml"),
         (lambda manifest: manifest["files"]["recipe.yaml"].update(bytes="1"), "gives no size and SHA-256 for recipe.yaml"),
         (lambda manifest: manifest.update(format="2"), "its format is '2', and this hftune reads format 2: a different ver"),
