@@ -97,6 +97,11 @@ class Recipe(RunConfig):
         return _build([*read_files(path), read_overrides(overrides)], path.stem, trust_code)
 
     @classmethod
+    def of_run(cls, folder: Path, values: dict[str, Any], *overrides: str | Mapping[str, Any], trust_code: bool) -> Recipe:
+        """Build a recipe as ``load`` does, of nested values that the folder of a run has recorded."""
+        return _build([Layer(values, folder), read_overrides(overrides)], folder.name, trust_code)
+
+    @classmethod
     def from_argv(cls, argv: Sequence[str | Mapping[str, Any]], trust_code: bool = True) -> Recipe:
         """Read ``recipe=<name or path> [section.key=value ...]``; overrides and ``trust_code`` as for ``load``.
 

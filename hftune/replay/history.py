@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from omegaconf import OmegaConf
 
 from hftune.batch_plan import BatchPlan
 from hftune.config import Recipe
@@ -141,15 +139,8 @@ class History:
         start = self.start_of(step)
         nested = as_replayed(copy.deepcopy(start["recipe"]), start, overrides)
         nested["output_dir"] = str(self.aside)
-        with TemporaryDirectory(prefix="hftune-replay-") as folder:
-            path = Path(folder) / f"{self.folder.name}.yaml"
-            path.write_text(OmegaConf.to_yaml(OmegaConf.create(nested)), encoding="utf-8")  # which quotes 1e3, unlike PyYAML
-            try:
-                recipe = Recipe.load(path, moved_data(nested["task"], self.data), *overrides, trust_code=self.trust_code)
-            except ConfigError as error:
-                raise ConfigError([text.replace(str(path), str(self.folder)) for text in error.problems]) from error
-        origins = recipe.source.origins
-        origins |= {key: str(self.folder) for key, origin in origins.items() if origin == str(path)}
+        moved = moved_data(nested["task"], self.data)
+        recipe = Recipe.of_run(self.folder, nested, moved, *overrides, trust_code=self.trust_code)
         try:
             if to_run:
                 recipe.validate()
