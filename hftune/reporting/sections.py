@@ -38,8 +38,6 @@ IMAGE_BYTES = 40_000
 """PNG files up to this size are embedded as they are; greater ones as JPEG."""
 EARLIER_EVALUATIONS = 4
 """Evaluations before the last whose images are shown, too: spread from the first on."""
-PARTS = {"eval": "evaluation", "test": "test"}
-"""Of what a matrix or the scores of classes may be; the first that a run has is shown."""
 
 
 def sections_of(run: RunRecord) -> list[Section | None]:
@@ -49,8 +47,7 @@ def sections_of(run: RunRecord) -> list[Section | None]:
         notices(run),
         curves_section([run]),
         results_section(run),
-        confusion_section(run),
-        labels_section(run),
+        classes_section(run),
         predictions_section(run),
         images_section(run),
         speed_section(run),
@@ -151,20 +148,14 @@ def results_section(run: RunRecord) -> Section | None:
     return section("Results", table(head, rows))
 
 
-def confusion_section(run: RunRecord) -> Section | None:
-    """Return the last matrix of the evaluation; that of the test, if there is none."""
-    for part, name in PARTS.items():
+def classes_section(run: RunRecord) -> Section | None:
+    """Return the last confusion matrix, or the scores of labels of texts that can have several: of evaluation or test."""
+    for part, name in (("eval", "evaluation"), ("test", "test")):
         if part in run.log.matrices:
             step, matrix = run.log.matrices[part]
             note = f"From the {name} after step {step:,}. Rows are true classes, columns are predictions."
             return section("Confusion matrix", confusion(matrix, run.class_names), note=note)
-    return None
-
-
-def labels_section(run: RunRecord) -> Section | None:
-    """Return the scores of each label of texts that can have several; a confusion matrix shows those of classes."""
-    for part, name in PARTS.items():
-        if part in run.log.classes and part not in run.log.matrices:
+        if part in run.log.classes:
             step, scores = run.log.classes[part]
             columns = list(dict.fromkeys(column for row in scores.values() for column in row))
             head = ["label", *(record_of(f"eval/{column}").title for column in columns)]
