@@ -254,6 +254,17 @@ def test_change_that_ends_the_run_earlier(alone):
         list(replayer.advance(5))
 
 
+def test_step_that_is_not_as_in_the_ledger_ends_with_code_1(alone, tmp_path, capsys):
+    folder = shutil.copytree(alone["words"], tmp_path / "out")
+    *lines, last = (folder / "ledger.jsonl").read_text().splitlines(keepends=True)
+    assert not any(str(alone["words"]) in line for line in lines), "the ledger names the folder of its run"
+    place = next(place for place, line in enumerate(lines) if json.loads(line).get("step") == 4)
+    lines[place] = json.dumps({**json.loads(lines[place]), "loss": 1.0}) + "\n"
+    (folder / "ledger.jsonl").write_text("".join([*lines, last]))
+    assert cli.main(["replay", str(folder), "--step", "4", "--worst", "0"]) == 1
+    assert "NOT equal. Step 4 has loss" in capsys.readouterr().out
+
+
 def test_row_that_was_changed_is_named(alone, tmp_path, capsys):
     folder = shutil.copytree(alone["words"], tmp_path / "out")
     text = (folder / "ledger.jsonl").read_text()
