@@ -78,7 +78,7 @@ def load_config(model: str | None, overrides: Mapping[str, Any], commit: str | N
         raise
     except (OSError, ValueError) as error:
         what = "task.model_config cannot be used" if model is None else f"task.model={model} cannot be loaded"
-        raise ConfigError(f"{what}: {message_of(error)}") from error
+        raise ConfigError(f"{what}: {message_of(error)}.") from error
     except StrictDataclassError as error:
         raise ConfigError(f"{key} cannot be used: {wrong_value(error)}.") from error
     refuse_unknown(unknown, config.to_dict(), type(config).__name__)
@@ -147,7 +147,7 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
             folder, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **options
         )
     except (OSError, ValueError, RuntimeError, KeyError, ArithmeticError) as error:
-        raise ConfigError(f"task.model={model} cannot be loaded: {message_of(error)}") from error
+        raise ConfigError(f"task.model={model} cannot be loaded: {message_of(error)}.") from error
     finally:
         logging.set_verbosity(verbosity)
     if deeper := sorted(key for key in info["missing_keys"] if _IN_A_LAYER.search(key) and "crossattention" not in key):
@@ -232,7 +232,7 @@ def load_tokenizer(model: str, key: str = "task.model", commit: str | None = Non
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}={model} has no tokenizer that can be loaded: {message_of(error)}") from error
+        raise ConfigError(f"{key}={model} has no tokenizer that can be loaded: {message_of(error)}.") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
