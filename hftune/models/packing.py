@@ -160,13 +160,12 @@ def packed_attention(
     if (repeats := query.shape[1] // key.shape[1]) > 1:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     if query.is_cuda and (query.dtype != torch.float32 or sliding_window is None):
-        kernel: Callable[..., Tensor] = efficient_attention if query.dtype == torch.float32 else flash_attention
-        q_NHd, k_NHd, v_NHd = (x_1HNd[0].transpose(0, 1) for x_1HNd in (query, key, value))
-        return kernel(q_NHd, k_NHd, v_NHd, packing, packing, causal, dropout, scale, sliding_window)[None], None
+        q, k, v = (x_1HNd[0].transpose(0, 1) for x_1HNd in (query, key, value))
+        return varlen_attention(q, k, v, packing, packing, causal, dropout, scale, sliding_window)[None], None
     return _text_by_text(query, key, value, packing, dropout, causal, scale, sliding_window), None
 
 
-def flash_attention(
+def varlen_attention(
     q_NHd: Tensor,
     k_NHd: Tensor,
     v_NHd: Tensor,
@@ -177,34 +176,21 @@ def flash_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Call torch's flash attention for texts of unequal length. If causal, the last query sees the last key (since 2.1).
+    """Call torch's attention for texts of unequal length on GPUs. If causal, the last query sees the last key (since 2.1).
 
-    torch.nn.attention.varlen (2.13) calls it without dropout.
+    That is flash attention, which torch.nn.attention.varlen (2.13) calls without dropout; or the memory-efficient one, which
+    computes float32 and knows no window.
     """
-    sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0 if causal else window - 1}
     texts = (queries.starts, keys.starts, queries.longest, keys.longest)
-    forward = torch.ops.aten._flash_attention_forward
-    return forward(q_NHd, k_NHd, v_NHd, *texts, dropout, causal, False, scale=scale, **sides)[0]
-
-
-def efficient_attention(
-    q_NHd: Tensor,
-    k_NHd: Tensor,
-    v_NHd: Tensor,
-    queries: Packing,
-    keys: Packing,
-    causal: bool,
-    dropout: float,
-    scale: float,
-    window: None = None,
-) -> Tensor:
-    """Call torch's memory-efficient attention, which computes float32, for texts of unequal length."""
-    texts = (queries.starts, keys.starts, queries.longest, keys.longest)
+    if q_NHd.dtype != torch.float32:
+        sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0 if causal else window - 1}
+        flash = torch.ops.aten._flash_attention_forward
+        return flash(q_NHd, k_NHd, v_NHd, *texts, dropout, causal, False, scale=scale, **sides)[0]
     tensors = (q_NHd[None], k_NHd[None], v_NHd[None])
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     mask_type = 2 if causal else 0  # causal from the bottom right, or none
-    forward = torch.ops.aten._efficient_attention_forward
-    return forward(*tensors, None, *texts, dropout, mask_type, needs_gradient, scale=scale)[0][0]
+    efficient = torch.ops.aten._efficient_attention_forward
+    return efficient(*tensors, None, *texts, dropout, mask_type, needs_gradient, scale=scale)[0][0]
 
 
 def _text_by_text(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hftune.models.packing import Packing, attention, efficient_attention, flash_attention
+from hftune.models.packing import Packing, attention, varlen_attention
 from hftune.models.trial import kernel_problem
 
 
@@ -91,9 +91,8 @@ class Prefix:
         qkv = (query, key, value)
         if not self.packs_layers:
             qkv = tuple(self.packing.pack(x_BHTd.transpose(1, 2)).transpose(1, 2) for x_BHTd in qkv)
-        kernel = efficient_attention if query.dtype == torch.float32 else flash_attention
-        if query.is_cuda and is_right(kernel, query.device, query.dtype, query.shape[-1]):
-            context = self.attend_in_two(kernel, *qkv, dropout, scale)
+        if query.is_cuda and is_right(varlen_attention, query.device, query.dtype, query.shape[-1]):
+            context = self.attend_in_two(varlen_attention, *qkv, dropout, scale)
         else:
             context = self.attend_by_rows(*qkv, dropout, scale)
         return context if self.packs_layers else self.packing.unpack(context)
