@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,17 +21,19 @@ from hftune.config import Recipe
 from hftune.config.importing import import_named
 from hftune.distributed.devices import peak_flops
 from hftune.distributed.failure_report import Report
+from hftune.distributed.process_info import ProcessInfo
+from hftune.distributed.rounds import agents_word
 from hftune.distributed.session import Session
 from hftune.milestones import Run, evaluation_is_due
 from hftune.strategies.base import Strategy
 from hftune.tracking.console import Console
-from hftune.tracking.hardware import hardware, of_all
+from hftune.tracking.facts import hardware, of_all, write
 from hftune.tracking.ledger import NAME as LEDGER
-from hftune.tracking.ledger import Ledger
+from hftune.tracking.ledger import Ledger, last_step
 from hftune.tracking.predictions import Predictions
-from hftune.tracking.printout import Printout, where_it_goes_on
 from hftune.tracking.profiler import Profiler, unreachable_steps
 from hftune.tracking.start_facts import keep_rows, run_facts, start_facts
+from hftune.tracking.summary import Summary, processes
 from hftune.tracking.throughput import Stopwatch, Throughput
 from hftune.tracking.tracker import Tracker
 
@@ -108,7 +109,7 @@ def our_callbacks(
         Predictions(path, recipe.task, progress.tick),  # predictions.jsonl, images of samples, folds
         wing("hftune.reporting.callbacks.Card"),  # the model card
         wing("hftune.reporting.callbacks.Report"),  # report.html
-        Printout(),  # prints what is trained, and what came out
+        Summary(),  # prints what is trained, and what came out
         tracker,  # metrics.jsonl and track.with
         console,  # lines and the progress bar
     ]
@@ -141,16 +142,14 @@ def begin(run: Run, output: OutputDir, session: Session, parts: Parts) -> None:
     recipe, state, strategy = run.recipe, run.state, run.strategy
 
     def record() -> Begin:
-        facts = {}
+        facts: dict[str, Any] = {}
         if strategy.is_main:
             parts.notices += [*unreachable_steps(recipe.train.profile, parts.num_steps), *output.start.notices]
             parts.notices += skip_notices(recipe.train, state.step, parts.num_steps)
-            goes_on = where_it_goes_on(run.num_steps, state, run.epoch(), output, session.info)
-            parts.notices += [] if goes_on is None else [goes_on]
-            collected = run_facts(recipe, strategy, parts, run.provenance, session.info.num_nodes)
+            parts.notices += where_it_goes_on(run, output, session.info)
+            facts = run_facts(recipe, strategy, parts, run.provenance, session.info.num_nodes)
             output.open(state)
-            collected.write(output.path)
-            facts = asdict(collected)
+            write(facts, output.path)
         return Begin(
             recipe=recipe,
             model=strategy.model,
@@ -166,6 +165,22 @@ def begin(run: Run, output: OutputDir, session: Session, parts: Parts) -> None:
         )
 
     run.tell_while_waiting("on_begin", record)
+
+
+def where_it_goes_on(run: Run, output: OutputDir, here: ProcessInfo) -> list[str]:
+    """Say which checkpoint a run is resumed from; in a later round of an elastic job also on what, and what is lost."""
+    step, place = run.state.step, "the beginning"
+    if not step and not here.round:
+        return []
+    if step:
+        place = f"step {step} of {run.num_steps} (epoch {run.epoch():.2f}), from {output.start.checkpoint.path}"
+    if not here.round:
+        return [f"Resuming from {place}."]
+    machines = "1 machine" if here.num_nodes == 1 else f"{here.num_nodes} machines"
+    taken, over = last_step(output.path / LEDGER), agents_word(rounds_ago=1)
+    again = f"Step {taken} is" if taken == step + 1 else f"Steps {step + 1} to {taken} are"
+    lost = f" {again} computed again." if taken > step else " No step is lost." if over and over.is_planned else ""
+    return [f"Round {here.round}, {processes(here.world_size)} on {machines}: going on from {place}.{lost}"]
 
 
 def all_peaks(strategy: Strategy, recipe: Recipe) -> float | None:

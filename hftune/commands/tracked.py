@@ -78,18 +78,20 @@ def tracked(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[tuple[Tracker,
 def track_evaluation(recipe: Recipe, score: Score, split: str) -> None:
     """Record an evaluation at the trackers, at the training step that its model comes from. Main process only."""
     evaluation, step, task = score.evaluation, score.step, recipe.task
-    metrics = evaluation.metrics
     rows = ask(task, "describe", evaluation.rows, evaluation.rows) if split == "eval" else evaluation.rows
-    labels = ask(task, "labels", None)
+    images = evaluation.images
     facts = {"model": score.model, "split": split, "samples": score.num_samples, "processes": score.world_size}
     with tracked(recipe, facts) as (tracker, folder):
-        tracker.log(step, None, {f"{split}/{name}": value for name, value in metrics.items()})
-        tracker.log_predictions(step, rows, f"{split}/predictions")
-        if "confusion_matrix" in metrics and labels is not None:
-            tracker.log_confusion_matrix(step, metrics["confusion_matrix"], labels, f"{split}/confusion")
-        if images := evaluation.images:
-            captions = [ask(task, "caption", "", row) for row in rows[: len(images)]]
-            tracker.log_images(step, images, captions, f"{split}/images")
+        tracker.log(step, None, {f"{split}/{name}": value for name, value in evaluation.metrics.items()})
+        tracker.show(
+            step,
+            f"{split}/",
+            rows=rows,
+            counts=evaluation.metrics.get("confusion_matrix", ()),
+            labels=ask(task, "labels", None) or (),
+            images=images,
+            captions=[ask(task, "caption", "", row) for row in rows[: len(images)]],
+        )
         write_rows(folder / "predictions.jsonl", rows, lambda: None)
 
 
@@ -104,7 +106,6 @@ def track_predictions(
     """
     with tracked(recipe, facts) as (tracker, folder):
         tracker.log(0, None, {"predict/samples": len(rows)})
-        tracker.log_predictions(0, rows, "predictions")
-        if images:
-            tracker.log_images(0, [pixels for pixels, _ in images], [caption for _, caption in images], "images")
+        pixels, captions = zip(*images, strict=True) if images else ((), ())
+        tracker.show(0, "", rows=rows, images=pixels, captions=captions)
         write_rows(folder / "predictions.jsonl", rows, lambda: None)

@@ -18,8 +18,8 @@ from hftune.replay.spikes import EARLIER, Verdict, judge_spike, losses_of, suspe
 from hftune.strategies.base import StepBatch, StepReport
 from hftune.task import Task, ask
 from hftune.tracking.console import columns_of, one_line, short
-from hftune.tracking.image_grid import write_image
 from hftune.tracking.jsonl import strict_json
+from hftune.tracking.predictions import write_image
 
 if TYPE_CHECKING:
     from hftune.replay.engine import Replayer

@@ -1,71 +1,37 @@
-"""run.json: what is known about a run before its first step, for trackers, the report and the model card."""
+"""What is known about a run before its first step: run.json, for trackers, report and card; and what processes compute on."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hftune.atomic import explain_write_errors, write_text
 from hftune.secrecy import without_secrets
 from hftune.tracking.jsonl import strict_json
 
+if TYPE_CHECKING:
+    import torch
+
 NAME = "run.json"
+VARIABLES = ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
+"""Environment variables that choose kernels without torch knowing."""
 GIT_S = 5.0
 """For git to answer: a repository on a slow network disk must not hold up a job."""
 
 
-@dataclass(kw_only=True)
-class Facts:
-    """Where a run comes from and how it is computed. A resumed run writes them anew."""
-
-    recipe: str
-    started: str
-    """When this attempt began, UTC, in ISO 8601."""
-    command: str
-    processes: int
-    nodes: int
-    device: str
-    """Name of the GPU, or cpu."""
-    precision: str
-    """What ``train.mixed_precision`` means here: no, bf16 or fp16."""
-    model: str
-    """Name of its class."""
-    parameters: int
-    trainable_parameters: int
-    data: Mapping[str, Mapping[str, Any]]
-    """Number of samples and digest of each split."""
-    labels: Sequence[str] | None
-    """Class names, if the task has any."""
-    commits: Mapping[str, str]
-    """Of what was loaded from the Hub, by the key that names the repository."""
-    versions: Mapping[str, str]
-    git: Mapping[str, Any] | None
-    """Commit of the current folder's repository, and whether files differ from it; None if it is in none."""
-    num_steps: int
-    steps_per_epoch: int
-    notices: Sequence[str]
-    code: Mapping[str, str] = field(default_factory=dict)
-    """SHA-256 of the user's own files that are computed with, by name."""
-    fold_data: str | None = None
-    """Of a fold: the digest of the data that all folds are made of."""
-
-    def write(self, output_dir: Path) -> None:
-        """Write run.json.
-
-        Raises:
-            TrainingError: it cannot be written.
-        """
-        text = strict_json(asdict(self), indent=2, ensure_ascii=False, default=str) + "\n"
-        with explain_write_errors(output_dir / NAME):
-            write_text(output_dir / NAME, text.encode("utf-8", "replace").decode("utf-8"))  # a word may be no Unicode
+def write(facts: Mapping[str, Any], output_dir: Path) -> None:
+    """Write run.json, or raise TrainingError."""
+    text = strict_json(facts, indent=2, ensure_ascii=False, default=str) + "\n"
+    with explain_write_errors(output_dir / NAME):
+        write_text(output_dir / NAME, text.encode("utf-8", "replace").decode("utf-8"))  # a word may be no Unicode
 
 
 def differing(folders: Iterable[Path], *names: str) -> tuple[str, Path, Path] | None:
@@ -85,11 +51,6 @@ def differing(folders: Iterable[Path], *names: str) -> tuple[str, Path, Path] | 
     return None
 
 
-def now() -> str:
-    """Return the time in UTC, to the second, in ISO 8601."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
 def command() -> str:
     """Return the command of this process, as one would type it; of a program that is not hftune, no more than its name.
 
@@ -103,8 +64,7 @@ def command() -> str:
 
 def git_state() -> dict[str, Any] | None:
     """Return commit and is_dirty of the repository that the current folder is in; None without git or a commit."""
-    commit = _git("rev-parse", "HEAD")
-    if commit is None:
+    if (commit := _git("rev-parse", "HEAD")) is None:
         return None
     return {"commit": commit, "is_dirty": bool(_git("status", "--porcelain", "--untracked-files=no"))}
 
@@ -116,3 +76,38 @@ def _git(*words: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip()
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """Return what this process computes on, and how: plain values, the same for two processes that compute the same bits."""
+    import torch
+
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text(errors="replace").splitlines() if information.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    found = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "cpu": names[0] if names else platform.processor() or platform.machine(),  # such as "AMD EPYC 9554"
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    if device.type == "cuda":
+        found |= {
+            "cuda": torch.version.cuda or torch.version.hip,
+            "cudnn": torch.backends.cudnn.version(),
+            "tf32": torch.backends.cuda.matmul.allow_tf32,
+            "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        }
+    return found | {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+def of_all(ranked: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    """Return the hardware of all processes: that of the first, and under ``others``, by rank, of those that have another.
+
+    Args:
+        ranked: rank and hardware of each process, in order.
+    """
+    (_, first), *rest = ranked
+    others = {str(rank): own for rank, own in rest if own != first}
+    return first | ({"others": others} if others else {})

@@ -79,21 +79,15 @@ def register(recipe: Recipe, run_id: str, uri: str, source: Source, best: Mappin
                 raise
         tags = {key: str(best[key]) for key in ("metric", "value", "step") if key in best}
         made = client.create_model_version(name, source.uri, run_id, tags=tags, model_id=source.model_id)
-        if not _is_worse(tags, _tags_of_best(client, name), recipe.greater_is_better):
+        aliased = client.get_registered_model(name).aliases.get(BEST)
+        held = {} if aliased is None else client.get_model_version(name, aliased).tags
+        is_worse = False
+        if "metric" in tags and tags["metric"] == held.get("metric"):
+            new, old = float(tags["value"]), float(held["value"])
+            is_worse = new < old if recipe.greater_is_better else new > old
+        if not is_worse:
             client.set_registered_model_alias(name, BEST, made.version)
     return str(made.version)
-
-
-def _tags_of_best(client: mlflow.MlflowClient, name: str) -> Mapping[str, str]:
-    version = client.get_registered_model(name).aliases.get(BEST)
-    return {} if version is None else client.get_model_version(name, version).tags
-
-
-def _is_worse(tags: Mapping[str, str], held: Mapping[str, str], greater_is_better: bool) -> bool:
-    if "metric" not in tags or tags["metric"] != held.get("metric"):
-        return False
-    new, old = float(tags["value"]), float(held["value"])
-    return new < old if greater_is_better else new > old
 
 
 def _log_pipeline(folder: Path, options: dict[str, Any], examples: list) -> ModelInfo:

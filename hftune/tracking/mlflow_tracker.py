@@ -132,11 +132,13 @@ class MlflowRun(TrackerBackend):
             ConfigError: the store does not answer any more, or refuses.
         """
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+        from mlflow.tracking.context.registry import resolve_tags
 
         with named_where_it_refuses(self.uri):
             is_new = not self._reopen(earlier)
             if is_new:
-                self._create()
+                name = self.recipe.track.run_name or self.recipe.recipe
+                self.run_id = self.client.create_run(self._experiment_id(), tags=resolve_tags(), run_name=name).info.run_id
             for line in earlier.lines:
                 self.log(line["step"], line)
             self._send()
@@ -152,8 +154,7 @@ class MlflowRun(TrackerBackend):
 
         MLflow keeps every value that it got. A run that was killed after its last checkpoint would have two for some steps.
         """
-        run = self._find(earlier.run_id)
-        if run is None:
+        if (run := self._find(earlier.run_id)) is None:
             return False
         names = [name for name in run.data.metrics if not name.startswith("system/")]
         histories = [self.client.get_metric_history(run.info.run_id, name) for name in names]
@@ -179,8 +180,7 @@ class MlflowRun(TrackerBackend):
 
     def _put_below(self, earlier: EarlierRun) -> None:
         """Show the killed run as a child of this one, which has its values up to the step that counts."""
-        run = self._find(earlier.run_id)
-        if run is None:
+        if (run := self._find(earlier.run_id)) is None:
             return
         self.client.set_tag(run.info.run_id, "mlflow.parentRunId", self.run_id)
         if run.info.status == "RUNNING":
@@ -190,12 +190,6 @@ class MlflowRun(TrackerBackend):
             f"It continues as run {self.run_id}, which has only the values up to that step."
         )
         print(note(what), flush=True)
-
-    def _create(self) -> None:
-        from mlflow.tracking.context.registry import resolve_tags
-
-        name = self.recipe.track.run_name or self.recipe.recipe
-        self.run_id = self.client.create_run(self._experiment_id(), tags=resolve_tags(), run_name=name).info.run_id
 
     def _experiment_id(self) -> str:
         """Find or create the experiment: ``track.project``, unless MLflow's own environment variables name one."""
@@ -221,21 +215,18 @@ class MlflowRun(TrackerBackend):
         """Record recipe and facts as parameters; one that has changed since the run began, as a tag of that name."""
         from mlflow.entities import Param, RunTag
 
-        values = {_clean(name): _cut(value) for name, value in values.items()}
+        track, values = self.recipe.track, {_clean(name): _cut(value) for name, value in values.items()}
         new = [Param(name, value) for name, value in values.items() if name not in self._params]
-        changed = {name: value for name, value in values.items() if self._params.get(name, value) != value}
-        tags = [RunTag(name, value) for name, value in (changed | self._tags()).items()]
-        for start in range(0, max(len(new), len(tags)), MAX_BATCH):
+        tags = {name: value for name, value in values.items() if self._params.get(name, value) != value}
+        tags |= {_clean(name): "true" for name in track.tags}  # MLflow's are names with values
+        known = {"group": track.group, "mlflow.note.content": track.notes}
+        tags |= {name: _cut(value) for name, value in known.items() if value}
+        listed = [RunTag(name, value) for name, value in tags.items()]
+        for start in range(0, max(len(new), len(listed)), MAX_BATCH):
             batch = slice(start, start + MAX_BATCH)
-            self.client.log_batch(self.run_id, params=new[batch], tags=tags[batch])
+            self.client.log_batch(self.run_id, params=new[batch], tags=listed[batch])
         for name in ("recipe.yaml", "run.json"):
             self._send_file(name)
-
-    def _tags(self) -> dict[str, str]:
-        """Return the tags that the recipe asks for. MLflow's are names with values: a mere name gets "true"."""
-        track = self.recipe.track
-        known = {"group": track.group, "mlflow.note.content": track.notes}
-        return {_clean(name): "true" for name in track.tags} | {name: _cut(value) for name, value in known.items() if value}
 
     def _send_file(self, name: str) -> None:
         if (path := self._path(name)).is_file():

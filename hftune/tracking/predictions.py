@@ -1,16 +1,25 @@
-"""Writes what an evaluation leaves in the output folder: predictions and images of samples. Knows no model."""
+"""Writes what an evaluation leaves in the output folder: predictions and images of samples. Knows no model.
+
+Shape suffixes: H and W height and width, C channels (red, green, blue).
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+from PIL import Image
+
+from hftune.atomic import atomic_path, explain_write_errors
 from hftune.callbacks import Callback, EvaluationDone
 from hftune.checkpoints.run_folder import OUT_OF_FOLD, SAMPLE_IMAGES
 from hftune.task import Task
-from hftune.tracking.image_grid import grid, write_image
 from hftune.tracking.jsonl import write_rows
+
+GAP = 4
+"""White pixels between two images."""
 
 
 class Predictions(Callback):
@@ -38,3 +47,22 @@ class Predictions(Callback):
             write_image(folder.with_suffix(".png"), grid(evaluation.images))
             for index, image_HWC in enumerate(evaluation.images):
                 write_image(folder / f"{index}.png", image_HWC)
+
+
+def grid(images: Sequence[np.ndarray]) -> np.ndarray:
+    """Set images (H, W, C) uint8, of several sizes, one below the other, on white."""
+    width = max(image_HWC.shape[1] for image_HWC in images)
+    height = sum(image_HWC.shape[0] for image_HWC in images) + GAP * (len(images) - 1)
+    canvas_HWC, top = np.full((height, width, 3), 255, np.uint8), 0
+    for image_HWC in images:
+        canvas_HWC[top : top + image_HWC.shape[0], : image_HWC.shape[1]] = image_HWC
+        top += image_HWC.shape[0] + GAP
+    return canvas_HWC
+
+
+def write_image(path: Path, pixels_HWC: np.ndarray) -> None:
+    """Write a PNG atomically, and create its folder if there is none, or raise TrainingError."""
+    with explain_write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as temporary:
+            Image.fromarray(pixels_HWC).save(temporary, format="PNG")

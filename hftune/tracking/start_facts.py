@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import platform
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,36 +28,38 @@ from hftune.distributed.consistency import fingerprint, users_code
 from hftune.distributed.progress import Progress
 from hftune.strategies.base import Strategy
 from hftune.task import ask
-from hftune.tracking.facts import Facts, command, git_state, now
+from hftune.tracking.facts import command, git_state
 from hftune.tracking.ledger import plan_facts
 
 
-def run_facts(recipe: Recipe, strategy: Strategy, parts: Parts, provenance: Provenance, num_nodes: int) -> Facts:
-    """Collect what run.json says."""
+def run_facts(recipe: Recipe, strategy: Strategy, parts: Parts, provenance: Provenance, num_nodes: int) -> dict[str, Any]:
+    """Collect what run.json says: where a run comes from and how it is computed. A resumed run writes it anew."""
     labels = ask(recipe.task, "labels", None)
-    digests = {split: provenance.digests.get(f"{split} data") for split in parts.datasets}
-    return Facts(
-        recipe=recipe.recipe,
-        started=now(),
-        command=command(),
-        processes=strategy.num_processes,
-        nodes=num_nodes,
-        device=torch.cuda.get_device_name(strategy.device) if strategy.device.type == "cuda" else strategy.device.type,
-        precision=strategy.precision,
-        model=parts.model_name,
-        parameters=parts.num_parameters,
-        trainable_parameters=parts.num_trainable,
-        data={split: {"samples": len(rows), "digest": digests[split]} for split, rows in parts.datasets.items()},
-        labels=None if labels is None else list(map(str, labels)),
-        commits=provenance.commits,
-        versions=versions(),
-        git=git_state(),
-        num_steps=parts.num_steps,
-        steps_per_epoch=parts.plan.num_steps,
-        notices=parts.notices,
-        code=users_code(recipe),
-        fold_data=ask(recipe.task, "fold_data", None),
-    )
+    return {
+        "recipe": recipe.recipe,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),  # this attempt
+        "command": command(),
+        "processes": strategy.num_processes,
+        "nodes": num_nodes,
+        "device": torch.cuda.get_device_name(strategy.device) if strategy.device.type == "cuda" else strategy.device.type,
+        "precision": strategy.precision,  # no, bf16 or fp16: what train.mixed_precision means here
+        "model": parts.model_name,  # of its class
+        "parameters": parts.num_parameters,
+        "trainable_parameters": parts.num_trainable,
+        "data": {
+            split: {"samples": len(rows), "digest": provenance.digests.get(f"{split} data")}
+            for split, rows in parts.datasets.items()
+        },
+        "labels": None if labels is None else list(map(str, labels)),
+        "commits": provenance.commits,  # of what was loaded from the Hub, by the key that names the repository
+        "versions": versions(),
+        "git": git_state(),  # of the current folder's repository; None if it is in none
+        "num_steps": parts.num_steps,
+        "steps_per_epoch": parts.plan.num_steps,
+        "notices": parts.notices,
+        "code": users_code(recipe),  # SHA-256 of the user's own files that are computed with, by name
+        "fold_data": ask(recipe.task, "fold_data", None),  # of a fold: the digest of the data that all folds are made of
+    }
 
 
 def start_facts(
@@ -104,11 +107,7 @@ def start_facts(
 
 
 def keep_rows(folder: Path, dataset: Any, digest: str, progress: Progress) -> str | None:
-    """Write rows.bin, and return the hash that stands for all rows of the training data, if there is one.
-
-    Args:
-        digest: of the data.
-    """
+    """Write rows.bin, and return the hash that stands for all rows of the training data, if there is one."""
     progress.stage("hashing the rows of the training data")
     hashes = cached_row_hashes(dataset, digest)
     with explain_write_errors(folder / ROWS):

@@ -1,4 +1,4 @@
-"""What a run prints before the first and after the last step. Works on plain values only."""
+"""Prints what is about to be trained, and what came out. Works on plain values only."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hftune import __version__
-from hftune.batch_plan import BatchPlan
-from hftune.config import Recipe
-from hftune.tracking.console import aligned, is_number, note, one_line, printed_width, short, table
-from hftune.tracking.facts import Facts
+from hftune.callbacks import Begin, Callback, End, Step
+from hftune.checkpoints.run_folder import REPORT
+from hftune.task import ask
+from hftune.tracking.console import aligned, duration, is_number, note, one_line, printed_width, short, table
+from hftune.tracking.jsonl import read_lines
 
 MAX_LABELS = 10
 """Labels to list; of more, only the rarest and the most frequent one are named."""
@@ -17,26 +18,53 @@ PRECISIONS = {"no": "float32", "bf16": "bf16 and float32", "fp16": "fp16 and flo
 """In words, as run.json names them."""
 
 
-def print_start(recipe: Recipe, plan: BatchPlan, facts: Facts, class_counts: Mapping[str, int]) -> None:
-    """Print what is about to be trained, on what and how; then notices, one a line.
+class Summary(Callback):
+    """Prints what is about to be trained; and at the end metrics, speed and folders."""
 
-    Args:
-        class_counts: of the training split; see ``Task.class_counts``.
-    """
-    precision = PRECISIONS[facts.precision]
-    trained = f", {facts.trainable_parameters:,} of them trained" if facts.trainable_parameters != facts.parameters else ""
-    rows = {
-        "recipe": f"{recipe.recipe} (hftune {__version__})",
-        "model": f"{facts.model}, {facts.parameters:,} parameters{trained}",
-        "labels": describe_classes(class_counts),
-        "samples": ", ".join(f"{data['samples']:,} {split}" for split, data in facts.data.items()),
-        "steps": f"{facts.num_steps:,}, {facts.steps_per_epoch:,} an epoch",
-        "batch": describe_batch(recipe, plan),
-        "runs on": f"{processes(facts.processes)}, {facts.device}, {precision}",
-        "output": recipe.output_dir,
-    }
-    said = table({name: value for name, value in rows.items() if value}, printed_width())
-    print(said, *map(note, facts.notices), sep="\n", flush=True)
+    must_not_fail = True
+
+    def on_begin(self, begin: Begin) -> None:
+        """Print what is about to be trained, on what and how; then notices, one a line."""
+        recipe, plan, facts = begin.recipe, begin.plan, begin.facts
+        self.recipe, self.samples, self.seconds = recipe, 0, 0.0
+        trained = f", {facts['trainable_parameters']:,} of them trained"
+        bounds = [f"{plan.micro_batch_size} samples"] if plan.micro_batch_size else []
+        bounds += [f"{plan.micro_batch_tokens:,} tokens"] if plan.micro_batch_tokens else []
+        rows = {
+            "recipe": f"{recipe.recipe} (hftune {__version__})",
+            "model": f"{facts['model']}, {facts['parameters']:,} parameters"
+            f"{trained if facts['trainable_parameters'] != facts['parameters'] else ''}",
+            "labels": describe_classes(ask(recipe.task, "class_counts", {}, begin.datasets["train"])),
+            "samples": ", ".join(f"{data['samples']:,} {split}" for split, data in facts["data"].items()),
+            "steps": f"{facts['num_steps']:,}, {facts['steps_per_epoch']:,} an epoch",
+            "batch": f"{recipe.train.batch_size} samples, in micro-batches of at most {' and '.join(bounds)}"
+            f"{', without padding' if plan.packed else ''}",
+            "runs on": f"{processes(facts['processes'])}, {facts['device']}, {PRECISIONS[facts['precision']]}",
+            "output": recipe.output_dir,
+        }
+        said = table({name: value for name, value in rows.items() if value}, printed_width())
+        print(said, *map(note, facts["notices"]), sep="\n", flush=True)
+
+    def on_step(self, step: Step) -> None:
+        self.samples += step.num_samples
+        self.seconds += step.seconds
+
+    def on_end(self, end: End) -> None:
+        """Print the metrics as a table with a column for each evaluation; then the best value, speed and folders."""
+        result, log_file, report = end.result, end.result.output_dir / "metrics.jsonl", end.result.output_dir / REPORT
+        evaluations = best_and_last(read_lines(log_file), result.best["step"], result.steps)
+        evaluations |= {"test": result.test} if result.test else {}
+        if evaluations:
+            print(metric_table(evaluations), "", sep="\n")
+        speed, where = self.samples / max(self.seconds, 1e-9), processes(result.world_size)
+        rows = {
+            "best": describe_best(result.best),
+            "steps": f"{result.steps:,} in {duration(result.seconds)} on {where}, {speed:,.0f} samples/s in training",
+            "stopped": result.stopped_early,
+            "model": f"{result.model_dir} ({'the last one' if self.recipe.eval.is_off else 'the last one: model_last'})",
+            "report": str(report) if report.is_file() else f"none, see above; {log_file} has all numbers",
+        }
+        print(table({name: text for name, text in rows.items() if text}, printed_width()), flush=True)
 
 
 def describe_classes(counts: Mapping[str, int]) -> str:
@@ -48,25 +76,6 @@ def describe_classes(counts: Mapping[str, int]) -> str:
     return f"{len(counts):,}, with {rarest} to {commonest} samples"
 
 
-def describe_batch(recipe: Recipe, plan: BatchPlan) -> str:
-    """Say how many samples a step has, and how many a forward pass."""
-    bounds = [f"{plan.micro_batch_size} samples"] if plan.micro_batch_size else []
-    bounds += [f"{plan.micro_batch_tokens:,} tokens"] if plan.micro_batch_tokens else []
-    packed = ", without padding" if plan.packed else ""
-    return f"{recipe.train.batch_size} samples, in micro-batches of at most {' and '.join(bounds)}{packed}"
-
-
-def print_summary(evaluations: Mapping[str, Mapping[str, Any]], best: Mapping[str, Any], rows: Mapping[str, str]) -> None:
-    """Print the metrics as a table with a column for each evaluation; then the best value, and rows such as speed and folders.
-
-    Args:
-        evaluations: metrics by what to call them, such as "best (step 375)".
-    """
-    if evaluations:
-        print(metric_table(evaluations), "", sep="\n")
-    print(table({"best": describe_best(best), **rows}, printed_width()), flush=True)
-
-
 def describe_best(best: Mapping[str, Any]) -> str:
     """Say which model is the best; ``best``: as result.json has it."""
     if "metric" not in best:
@@ -75,7 +84,7 @@ def describe_best(best: Mapping[str, Any]) -> str:
 
 
 def metric_table(evaluations: Mapping[str, Mapping[str, Any]]) -> str:
-    """Format metrics, a row each, with a column for each evaluation."""
+    """Format metrics, a row each, with a column for each evaluation; ``evaluations``: by what to call them."""
     names = dict.fromkeys(name for metrics in evaluations.values() for name, value in metrics.items() if is_number(value))
     cells = [["", *evaluations]]
     for name in names:
@@ -85,11 +94,7 @@ def metric_table(evaluations: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def best_and_last(lines: Iterable[Mapping[str, Any]], best_step: int, last_step: int) -> dict[str, dict[str, Any]]:
-    """Return the metrics of the best and the last evaluation by what to call them.
-
-    Args:
-        lines: of metrics.jsonl.
-    """
+    """Return the metrics of the best and the last evaluation by what to call them; ``lines``: of metrics.jsonl."""
     at = {line["step"]: line for line in lines if "eval/loss" in line}
     names = {best_step: f"best (step {best_step})", last_step: f"last (step {last_step})"}
     if best_step == last_step:

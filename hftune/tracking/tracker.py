@@ -85,8 +85,6 @@ def tracker_class(name: str) -> type[TrackerBackend]:
 class Tracker(Callback):
     """Appends to metrics.jsonl and passes numbers on to the trackers, which take them in threads of their own.
 
-    Its methods are called on the main process only.
-
     Args:
         run_ids: of the trackers' runs that are continued; see ``run_ids``.
         awaits_evaluation: says whether the step to resume from is evaluated again, so that what was logged of that is dropped.
@@ -109,7 +107,7 @@ class Tracker(Callback):
         self._earlier, self._must_start, self._later = run_ids or {}, must_start, later
         self._awaits_evaluation = awaits_evaluation
         self._lanes: list[Lane] = []
-        self._best: tuple[int, str, float] | None = None
+        self._best: tuple[Any, ...] | None = None
 
     def on_begin(self, begin: Begin) -> None:
         self.start(begin.step, begin.facts)
@@ -120,23 +118,37 @@ class Tracker(Callback):
     def on_evaluation(self, evaluation: EvaluationDone) -> None:
         if evaluation.split == "test":
             return
-        step, metrics = evaluation.step, evaluation.metrics
-        self.log_samples(step, evaluation.samples)
-        self.log_predictions(step, evaluation.rows)
-        if "confusion_matrix" in metrics and evaluation.labels is not None:
-            self.log_confusion_matrix(step, metrics["confusion_matrix"], evaluation.labels)
-        if evaluation.images:
-            self.log_images(step, evaluation.images, evaluation.captions)
-        if evaluation.best is not None and evaluation.best_step is not None:
-            self.log_best(evaluation.best_step, self.recipe.eval.metric, evaluation.best)
+        self.show(
+            evaluation.step,
+            "eval/",
+            rows=evaluation.rows,
+            samples=evaluation.samples,
+            counts=evaluation.metrics.get("confusion_matrix", ()),
+            labels=evaluation.labels or (),
+            images=evaluation.images,
+            captions=evaluation.captions,
+        )
+        best = evaluation.best_step, self.recipe.eval.metric, evaluation.best
+        if evaluation.best is not None and best != self._best:
+            self._best = best
+            self._do("log_best", *best)
 
     def on_checkpoint(self, checkpoint: CheckpointDone) -> None:
         if checkpoint.failure is not None:
-            self.alert("Checkpoint failed", checkpoint.failure, "warning")
+            self._do("alert", "Checkpoint failed", checkpoint.failure, "warning")
 
     def on_end(self, end: End) -> None:
         self.file.close()
         self._later(lambda: self.close(f"{end.result.steps} steps, {describe_best(end.result.best)}."))
+
+    def on_failure(self, failure: Failure) -> None:
+        """End a run that failed, after an alert with the reason, or that is to be resumed."""
+        if failure.is_interruption:
+            goes_on = agents_word() is not None  # the next round, in other processes
+            self._finish("paused" if goes_on else "interrupted", HURRY_S)
+        else:
+            self._do("alert", f"{self.name} failed", failure.reason, "error")
+            self._finish("failed", HURRY_S)
 
     def start(self, step: int, facts: Mapping[str, Any]) -> None:
         """Open metrics.jsonl and the trackers.
@@ -175,42 +187,39 @@ class Tracker(Callback):
         self.file.append(json_line({"step": step, **values}))
         self._do("log", step, {name: value for name, value in values.items() if is_number(value)})
 
-    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Show samples, all with the same fields, as a table."""
-        if samples and samples[0]:
-            self._do("log_table", step, "eval/samples", samples)
+    def show(
+        self,
+        step: int,
+        prefix: str,
+        *,
+        rows: Sequence[Mapping[str, Any]] = (),
+        samples: Sequence[Mapping[str, Any]] = (),
+        counts: Sequence[Sequence[int]] = (),
+        labels: Sequence[str] = (),
+        images: Sequence[np.ndarray] = (),
+        captions: Sequence[str] = (),
+    ) -> None:
+        """Show what an evaluation or a prediction has made, as far as there is any of it.
 
-    def log_predictions(self, step: int, rows: Sequence[Mapping[str, Any]], name: str = "eval/predictions") -> None:
-        """Show the samples with the greatest errors, of rows as ``Task.describe`` returns them; the first if there are none."""
+        Args:
+            prefix: of the names at the trackers, such as "eval/".
+            rows: as ``Task.describe`` returns them: a table of those with the greatest errors, or of the first.
+            samples: a table of samples, all with the same fields.
+            counts: how often each class was taken for each; rows are true classes. Of many, the most frequent mistakes.
+            images: of samples, each (H, W, 3) uint8, with a caption each.
+        """
+        if samples and samples[0]:
+            self._do("log_table", step, f"{prefix}samples", samples)
         if any(rows):
             worst = worst_first(rows, MAX_ROWS)
             fields = dict.fromkeys(field for row in worst for field in row)
-            self._do("log_table", step, name, [{field: row.get(field) for field in fields} for row in worst])
-
-    def log_confusion_matrix(
-        self, step: int, counts: Sequence[Sequence[int]], labels: Sequence[str], name: str = "eval/confusion"
-    ) -> None:
-        """Show how often each class was taken for each; rows are true classes. Of many classes, the most frequent mistakes."""
-        if len(labels) != len(counts):
-            return
-        if len(labels) > MAX_CLASSES:
-            self._do("log_table", step, name, frequent_mistakes(counts, labels, MAX_ROWS))
-        else:
-            self._do("log_confusion_matrix", step, name, counts, labels)
-
-    def log_images(self, step: int, images: Sequence[np.ndarray], captions: Sequence[str], name: str = "eval/images") -> None:
-        """Show images of samples, each (H, W, 3) uint8."""
-        self._do("log_images", step, name, images, captions)
-
-    def log_best(self, step: int, metric: str, value: float) -> None:
-        """Record the best evaluation so far."""
-        if (step, metric, value) != self._best:
-            self._best = step, metric, value
-            self._do("log_best", step, metric, value)
-
-    def alert(self, title: str, text: str, level: str) -> None:
-        """Tell the user of an event at once; ``level`` is info, warning or error."""
-        self._do("alert", title, text, level)
+            self._do("log_table", step, f"{prefix}predictions", [{field: row.get(field) for field in fields} for row in worst])
+        if len(counts) == len(labels) > MAX_CLASSES:
+            self._do("log_table", step, f"{prefix}confusion", frequent_mistakes(counts, labels, MAX_ROWS))
+        elif len(counts) == len(labels) > 0:
+            self._do("log_confusion_matrix", step, f"{prefix}confusion", counts, labels)
+        if len(images):
+            self._do("log_images", step, f"{prefix}images", images, captions)
 
     def run_ids(self) -> dict[str, str]:
         """Return what finds the trackers' runs again; of trackers that did not start, what found those of before."""
@@ -219,20 +228,11 @@ class Tracker(Callback):
 
     def close(self, text: str) -> None:
         """Send files and models of a run that is finished, and end it at the trackers, after an alert with its result."""
-        self.alert(f"{self.name} finished", text, "info")
+        self._do("alert", f"{self.name} finished", text, "info")
         self._do("upload")
         folders = (path for name in ("model", "model_last") for path in (self.path.parent / name).rglob("*"))
         num_bytes = sum(path.stat().st_size for path in folders if path.is_file())
         self._finish("finished", END_S + num_bytes / MIN_UPLOAD_BYTES_PER_S)
-
-    def on_failure(self, failure: Failure) -> None:
-        """End a run that failed, after an alert with the reason, or that is to be resumed."""
-        if failure.is_interruption:
-            goes_on = agents_word() is not None  # the next round, in other processes
-            self._finish("paused" if goes_on else "interrupted", HURRY_S)
-        else:
-            self.alert(f"{self.name} failed", failure.reason, "error")
-            self._finish("failed", HURRY_S)
 
     def _finish(self, status: Status, limit_s: float) -> None:
         until = time.monotonic() + limit_s

@@ -1,14 +1,22 @@
 """One run at Weights & Biases. Independent of training.
 
 Not through Accelerate's WandBTracker, which has no captions, artifacts, alerts, summary and exit code.
+
+A run continues after an interruption, so that it shows each step once, with the values that count. W&B numbers its rows by step
+and takes none that comes after a later one. A killed run has sent steps that its checkpoint does not have and that are computed
+again, and may lack the newest ones before. So a server is asked what it has, and is made to forget the steps that are repeated.
+Files of an offline run that nobody has uploaded are replaced.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +27,8 @@ from hftune.errors import ConfigError
 from hftune.tracking.backend import EarlierRun, Status, TrackerBackend
 from hftune.tracking.console import is_number, warning
 from hftune.tracking.lane import reason
-from hftune.tracking.wandb_artifacts import artifacts, registry_path
-from hftune.tracking.wandb_resume import Continuation, continue_offline, continue_online, repeat_all
 
+FILES = ("recipe.yaml", "run.json", "result.json", "metrics.jsonl", "predictions.jsonl", "ledger.jsonl")
 ALERT_LEVELS = {"info": "INFO", "warning": "WARN", "error": "ERROR"}
 
 
@@ -42,8 +49,19 @@ def mode() -> str:
     return wandb.setup(wandb.Settings(**settings())).settings.mode
 
 
+@dataclass
+class Continuation:
+    """What to give to wandb.init, and what to log again."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    last_step: int = -1
+    """Of the rows that the run has, and keeps; -1 without any."""
+    lines: Sequence[Mapping[str, Any]] = ()
+    """Lines of metrics.jsonl that it lacks."""
+
+
 class WandbRun(TrackerBackend):
-    """A run at W&B. After an interruption it continues, with each step once; see wandb_resume."""
+    """A run at W&B."""
 
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)
@@ -89,14 +107,14 @@ class WandbRun(TrackerBackend):
         import wandb
 
         if earlier.step and self._mode == "online":
-            found = continue_online(self._project_path(), earlier)
+            found = self._continue_online(earlier)
             if found is not None:
                 try:
                     self._run = wandb.init(**self._options(config, **found.options))
                     return found
                 except wandb.errors.Error:  # W&B's self-managed servers cannot rewind, and a deleted run is gone
                     pass
-        found = continue_offline(self._folder, earlier) if self._mode == "offline" else repeat_all(earlier)
+        found = self._continue_offline(earlier) if self._mode == "offline" else Continuation(lines=earlier.lines)
         if earlier.run_id and "id" not in found.options:
             found.options["notes"] = "\n\n".join(
                 filter(None, [self.recipe.track.notes, f"Continues run {earlier.run_id} from step {earlier.step}."])
@@ -108,12 +126,12 @@ class WandbRun(TrackerBackend):
         """Collect the arguments of wandb.init. What the recipe leaves at its default, W&B's variables decide."""
         import wandb
 
-        track, default = self.recipe.track, TrackConfig()
+        track, default, folder = self.recipe.track, TrackConfig(), Path(self.recipe.output_dir).resolve().name
         chosen = {
             "project": (track.project, default.project, "WANDB_PROJECT"),
             "name": (track.run_name or self.recipe.recipe, self.recipe.recipe, "WANDB_NAME"),
             "entity": (track.entity, None, "WANDB_ENTITY"),
-            "group": (track.group or group(self.recipe), group(self.recipe), "WANDB_RUN_GROUP"),
+            "group": (track.group or folder, folder, "WANDB_RUN_GROUP"),  # shared with its continuations and evaluations
             "tags": (track.tags or None, None, "WANDB_TAGS"),
             "notes": (track.notes, None, "WANDB_NOTES"),
             "job_type": (track.job_type, default.job_type, "WANDB_JOB_TYPE"),
@@ -126,11 +144,40 @@ class WandbRun(TrackerBackend):
         own = {"dir": self.recipe.output_dir, "config": dict(config), "settings": wandb.Settings(**settings())}
         return {**options, **own, **more}
 
-    def _project_path(self) -> str:
+    def _continue_offline(self, earlier: EarlierRun) -> Continuation:
+        """Begin the files of a run anew: under the same id instead of the old ones, unless those have been uploaded.
+
+        Two files of one run would be uploaded one after the other, each row with a number of its own.
+        """
+        folders = self._folder.glob(f"*run-*-{earlier.run_id}") if earlier.run_id else ()
+        old = [path for path in folders if not path.is_symlink()]
+        if not old or any(not path.name.startswith("offline-") or [*path.glob("*.synced")] for path in old):
+            return Continuation(lines=earlier.lines)
+        for path in old:
+            shutil.rmtree(path, ignore_errors=True)
+        return Continuation({"id": earlier.run_id}, lines=earlier.lines)
+
+    def _continue_online(self, earlier: EarlierRun) -> Continuation | None:
+        """Let the server keep the rows that still count; None if it does not know the run."""
+        import wandb
+
         options = self._options({})
         entity = options.get("entity") or os.environ.get("WANDB_ENTITY")
         project = options.get("project") or os.environ["WANDB_PROJECT"]
-        return f"{entity}/{project}" if entity else project
+        if earlier.run_id is None:
+            return None
+        try:
+            run = wandb.Api(timeout=20).run("/".join(filter(None, (entity, project, earlier.run_id))))
+            last = int(run.lastHistoryStep)  # -1 if it has no row
+        except (wandb.errors.CommError, ValueError):
+            return None
+        settled = [line["step"] for line in earlier.lines if line["step"] < earlier.step + (not earlier.awaits_evaluation)]
+        kept = max((step for step in settled if step <= last), default=-1)
+        again = [line for line in earlier.lines if line["step"] > kept]
+        if last <= max(settled, default=-1):  # nothing that is repeated
+            again = [line for line in again if line["step"] > last]
+            return Continuation({"id": earlier.run_id, "resume": "must"}, last, again)
+        return None if kept < 0 else Continuation({"resume_from": f"{earlier.run_id}?_step={kept}"}, kept, again)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Log values to the row of a step; to the summary if the server has that row from before an interruption."""
@@ -177,18 +224,18 @@ class WandbRun(TrackerBackend):
         register = self.recipe.track.register
         for artifact, aliases in artifacts(self.recipe):
             self._run.log_artifact(artifact, aliases=aliases)
-            if register is not None and "best" in aliases:
-                self._register(artifact, register)
+            if register is None or "best" not in aliases:
+                continue
+            if self._mode != "online":
+                print(
+                    f"track.register={register}: W&B's registry cannot be reached offline. Link the model once it is uploaded."
+                )
+                continue
+            try:
+                self._run.link_artifact(artifact.wait(), register if "/" in register else f"wandb-registry-model/{register}")
+            except Exception as error:  # the run itself ends well without
+                print(warning(f"W&B did not accept track.register={register}: {reason(error)}."), flush=True)
         self._is_uploaded = True
-
-    def _register(self, artifact: Any, name: str) -> None:
-        if self._mode != "online":
-            print(f"track.register={name}: W&B's registry cannot be reached offline. Link the model once it is uploaded.")
-            return
-        try:
-            self._run.link_artifact(artifact.wait(), registry_path(name))
-        except Exception as error:  # the run itself ends well without
-            print(warning(f"W&B did not accept track.register={name}: {reason(error)}."), flush=True)
 
     def finish(self, status: Status) -> None:
         """Finish the run, and say where an offline one is. An interrupted one is marked, so that a sweep starts it again.
@@ -226,6 +273,32 @@ class WandbRun(TrackerBackend):
             os.environ.pop("WANDB_DATA_DIR", None)
 
 
-def group(recipe: Recipe) -> str:
-    """Return the default group: the output folder's name, which a run shares with its continuations and evaluations."""
-    return Path(recipe.output_dir).resolve().name
+def artifacts(recipe: Recipe) -> Iterator[tuple[Any, list[str]]]:
+    """Make the artifacts of a finished run, each with its aliases: the files, then models, the best one last.
+
+    W&B calls the last one of a name "latest". All files are copied, to WANDB_DATA_DIR.
+    """
+    import wandb
+
+    folder, name = Path(recipe.output_dir), recipe.track.run_name or recipe.recipe
+
+    def made(what: str, kind: str, about: Mapping[str, Any]) -> Any:
+        fitting = re.sub(r"[^\w.-]", "_", f"{name}-{what}", flags=re.ASCII)[-128:]  # characters and length that W&B takes
+        return wandb.Artifact(fitting, kind, metadata={"recipe": recipe.recipe, **about})
+
+    artifact = made("files", "run-files", {})
+    for path in filter(Path.is_file, (folder / file for file in FILES)):
+        artifact.add_file(str(path), path.name, skip_cache=True)
+    yield artifact, []
+    upload = recipe.track.upload or ("best" if recipe.track.register else "none")
+    if upload == "none":
+        return
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    about_best = {key: result["best"][key] for key in ("step", "metric", "value") if key in result["best"]}
+    models = {"model": ("best", about_best)}
+    if upload == "all" and (folder / "model_last").is_dir():  # otherwise the last one is the best
+        models = {"model_last": ("last", {"step": result["steps"]}), **models}
+    for exported, (alias, about) in models.items():
+        artifact = made("model", "model", about)
+        artifact.add_dir(str(folder / exported), skip_cache=True)
+        yield artifact, [alias, f"step_{about['step']}"]

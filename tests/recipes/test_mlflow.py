@@ -19,12 +19,14 @@ import pytest
 from PIL import Image
 
 from hftune import ConfigError, Recipe, TrainingError, load_model, train
+from hftune.callbacks import CheckpointDone
 from hftune.checkpoints.output_dir import TrainResult
 from hftune.config.recipe import flat
 from hftune.errors import Interrupted
 from hftune.tracking.console import short
 from hftune.tracking.lane import answers
 from hftune.tracking.tracker import Tracker
+from tests.support.events import evaluated
 from tests.support.runs import DATA, TINY, Run, train_on
 from tests.support.tasks import Signs, Trapped
 
@@ -441,10 +443,10 @@ def test_a_server_that_hangs_holds_up_neither_a_step_nor_the_end(hangs_at, tmp_p
         began = time.monotonic()
         for step in range(1, 4):
             tracker.log(step, None, {"train/loss": 1 / step})
-            tracker.log_samples(step, [{"text": "one"}])
-            tracker.log_images(step, [np.zeros((2, 2, 3), np.uint8)], ["black"])
-            tracker.alert("late", "very", "warning")
-            tracker.log_best(step, "accuracy", 0.5)
+            black = {"images": [np.zeros((2, 2, 3), np.uint8)], "captions": ["black"]}
+            tracker.show(step, "eval/", samples=[{"text": "one"}], **black)
+            tracker.on_checkpoint(CheckpointDone(step=step, path=tmp_path, failure="very late"))
+            tracker.on_evaluation(evaluated(step, 0.5, {}, best=0.5, best_step=step))
         assert time.monotonic() - began < 1
         tracker.close("3 steps")
         assert time.monotonic() - began < 50

@@ -209,7 +209,7 @@ def test_server_that_hangs_holds_up_neither_a_step_nor_an_interruption(server, t
     server.late_s = 30.0
     began = time.monotonic()
     tracker.log(1, None, {"train/loss": 2.0})
-    tracker.log_predictions(1, [{"error": 1.0}])
+    tracker.show(1, "eval/", rows=[{"error": 1.0}])
     assert time.monotonic() - began < 10
     tracker.log(2, None, {"train/loss": 1.0})
     tracker.on_failure(Failure(reason="SIGTERM", is_interruption=True))

@@ -41,7 +41,7 @@ def test_the_command_is_that_of_hftune_without_secrets(monkeypatch, words, shown
 
 def test_odd_values_and_letters_stop_no_run(tmp_path):
     odd = FACTS | {"labels": ["\udcff"], "notices": [object()]}
-    facts.Facts(**odd).write(tmp_path)
+    facts.write(odd, tmp_path)
     assert json.loads((tmp_path / "run.json").read_text())["labels"] == ["?"]
 
 

@@ -16,7 +16,7 @@ from hftune.models.weights import weights_digest
 from hftune.replay.audit import audit
 from hftune.replay.differences import first_few
 from hftune.replay.ledger import read_ledger
-from hftune.tracking.hardware import hardware, of_all
+from hftune.tracking.facts import hardware, of_all
 from hftune.tracking.ledger import NOTHING, Ledger, plan_facts
 from tests.support.events import checkpoint_written, step_taken
 

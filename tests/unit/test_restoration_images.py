@@ -14,7 +14,7 @@ from hftune.errors import ConfigError, DataError
 from hftune.metrics.restoration import measure, psnr, summarise
 from hftune.models.unet import AnySize, UNet, from_around
 from hftune.tasks.image_restoration import ImageRestoration
-from hftune.tracking.image_grid import grid
+from hftune.tracking.predictions import grid
 
 
 def image(width=40, height=32, seed=0, mode="RGB"):

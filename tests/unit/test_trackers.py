@@ -22,6 +22,7 @@ from hftune.tracking import lane
 from hftune.tracking import tracker as tracking
 from hftune.tracking.jsonl import read_lines
 from hftune.tracking.tracker import TRACKERS, Tracker, check_trackers
+from tests.support.events import evaluated
 from tests.support.tasks import Tagging
 
 
@@ -97,11 +98,11 @@ def calls(tracker, name):
 def test_a_tracker_of_ones_own_gets_everything(tmp_path):
     tracker = opened(tmp_path, "Remembers")
     tracker.log(1, 0.5, {"train/loss": 2.0, "eval/confusion": [[1]], "eval/nothing": float("nan")})
-    tracker.log_samples(1, [{"text": "a"}])
-    tracker.log_predictions(1, [{"text": "a", "error": 0.1}, {"text": "b", "error": 0.9}, {"text": "c", "error": 0.9}])
-    tracker.log_confusion_matrix(1, [[1, 0], [0, 2]], ["cat", "dog"])
-    tracker.log_images(1, [np.zeros((2, 3, 3), np.uint8), np.zeros((4, 5, 3), np.uint8)], ["a cat", "a dog"])
-    tracker.log_best(1, "accuracy", 0.9)
+    tracker.show(1, "eval/", samples=[{"text": "a"}])
+    tracker.show(1, "eval/", rows=[{"text": "a", "error": 0.1}, {"text": "b", "error": 0.9}, {"text": "c", "error": 0.9}])
+    tracker.show(1, "eval/", counts=[[1, 0], [0, 2]], labels=["cat", "dog"])
+    tracker.show(1, "eval/", images=[np.zeros((2, 3, 3), np.uint8), np.zeros((4, 5, 3), np.uint8)], captions=["a cat", "a dog"])
+    tracker.on_evaluation(evaluated(1, 0.5, {}, best=0.9, best_step=1))
     assert tracker.run_ids() == {f"{__name__}.Remembers": "seven"}
     tracker.close("1 step, accuracy 0.9.")
     worst = [
@@ -116,7 +117,7 @@ def test_a_tracker_of_ones_own_gets_everything(tmp_path):
         ("eval/predictions", 1, worst),
         ("eval/confusion", 1, [[1, 0], [0, 2]], ["cat", "dog"]),
         ("eval/images", 1, [(2, 3, 3), (4, 5, 3)], ["a cat", "a dog"]),
-        ("best", 1, "accuracy", 0.9),
+        ("best", 1, "loss", 0.9),
         ("alert", "unnamed finished", "1 step, accuracy 0.9.", "info"),
         ("upload",),
         ("finish", "finished"),
@@ -175,7 +176,7 @@ def test_numbers_that_a_tracker_did_not_take_are_sent_again_and_tables_are_not(t
     tracker = opened(tmp_path, "Recovers")
     for step in (1, 2):
         tracker.log(step, None, {"train/loss": 2.0})
-        tracker.log_samples(step, [{"text": "a"}])
+        tracker.show(step, "eval/", samples=[{"text": "a"}])
     assert calls(tracker, "Recovers")[2:] == [("log", step, {"train/loss": 2.0}) for step in (1, 2)]
     away, again, table = capsys.readouterr().out.splitlines()
     assert "failed in log: OSError: no route to host" in away and "takes numbers again" in again
@@ -199,10 +200,10 @@ def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(ends, tmp_path
         monkeypatch.setattr(tracking, name, value)
     began = time.monotonic()
     tracker = opened(tmp_path, "Hangs", "Remembers")
-    tracker.log_samples(1, [{"text": "a"}])
+    tracker.show(1, "eval/", samples=[{"text": "a"}])
     for step in range(1, 200):
         tracker.log(step, None, {"train/loss": 2.0})
-        tracker.log_samples(step, [{"text": "a"}])
+        tracker.show(step, "eval/", samples=[{"text": "a"}])
     assert time.monotonic() - began < 5
     tracker.close("done") if ends == "finished" else tracker.on_failure(Failure(reason="SIGTERM", is_interruption=True))
     assert time.monotonic() - began < 10
@@ -295,10 +296,10 @@ def test_a_tracker_that_accelerate_knows_gets_numbers_and_what_it_has_a_place_fo
     tracker.start(0, {"processes": 2})
     tracker.log(2, 0.5, {"train/loss": 2.0})
     tracker.log(2, 0.5, {"eval/accuracy": 0.9})
-    tracker.log_confusion_matrix(2, [[1, 0], [0, 2]], ["cat", "dog"])
-    tracker.log_images(2, [np.zeros((2, 3, 3), np.uint8), np.zeros((4, 5, 3), np.uint8)], ["a cat", "a dog"])
+    tracker.show(2, "eval/", counts=[[1, 0], [0, 2]], labels=["cat", "dog"])
+    tracker.show(2, "eval/", images=[np.zeros((2, 3, 3), np.uint8), np.zeros((4, 5, 3), np.uint8)], captions=["a cat", "a dog"])
     for _ in range(2):
-        tracker.log_best(2, "accuracy", 0.9)
+        tracker.on_evaluation(evaluated(2, 0.5, {}, best=0.9, best_step=2))
     tracker.close("2 steps.")
     assert capsys.readouterr().out == ""
     for expected in OTHERS[name]:
@@ -369,10 +370,15 @@ def test_tensorboard_shows_tables_images_by_name_and_the_best_value(tmp_path):
         tracker.start(step, {})
         for later in range(step + 1, 3):
             tracker.log(later, 0.5, {"train/loss": 2.0 + step})
-            tracker.log_predictions(later, [{"text": "a|b", "error": 0.912345}])
-            tracker.log_confusion_matrix(later, [[1, 0], [0, 2]], ["cat", "dog"])
-            tracker.log_images(later, [np.zeros((2, 3, 3), np.uint8), np.zeros((4, 5, 3), np.uint8)], ["a cat", "a dog"])
-            tracker.log_best(1, "accuracy", 0.9)
+            tracker.show(later, "eval/", rows=[{"text": "a|b", "error": 0.912345}])
+            tracker.show(later, "eval/", counts=[[1, 0], [0, 2]], labels=["cat", "dog"])
+            tracker.show(
+                later,
+                "eval/",
+                images=[np.zeros((2, 3, 3), np.uint8), np.zeros((4, 5, 3), np.uint8)],
+                captions=["a cat", "a dog"],
+            )
+            tracker.on_evaluation(evaluated(1, 0.5, {}, best=0.9, best_step=1))
         tracker.close("done")
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard" / "hftune"), size_guidance={"images": 0}).Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 2.0), (2, 3.0)]
@@ -395,7 +401,7 @@ TEXTS = {
 def test_rows_with_different_fields_make_one_table_and_errors_without_a_value_come_last(tmp_path):
     tracker = opened(tmp_path, "Remembers")
     errors = [math.nan, 3.0, 1.0, math.nan, 9.0]
-    tracker.log_predictions(1, [{"error": error} | ({"odd": 1} if error == 3 else {}) for error in errors])
+    tracker.show(1, "eval/", rows=[{"error": error} | ({"odd": 1} if error == 3 else {}) for error in errors])
     (_, _, table) = calls(tracker, "Remembers")[-1]
     assert [row["index"] for row in table] == [4, 1, 2, 0, 3]
     assert [row["odd"] for row in table] == [None, 1, None, None, None]
@@ -405,13 +411,13 @@ def test_of_many_classes_the_most_frequent_mistakes_are_shown(tmp_path):
     tracker = opened(tmp_path, "Remembers")
     counts = np.zeros((101, 101), int)
     counts[3, 7], counts[8, 2], counts[5, 5] = 4, 9, 50
-    tracker.log_confusion_matrix(1, counts.tolist(), [f"c{number}" for number in range(101)])
+    tracker.show(1, "eval/", counts=counts.tolist(), labels=[f"c{number}" for number in range(101)])
     assert calls(tracker, "Remembers")[-1] == (
         "eval/confusion",
         1,
         [{"true class": "c8", "prediction": "c2", "count": 9}, {"true class": "c3", "prediction": "c7", "count": 4}],
     )
-    tracker.log_confusion_matrix(2, [[1, 0], [0, 1]], ["of another size"])
+    tracker.show(2, "eval/", counts=[[1, 0], [0, 1]], labels=["of another size"])
     assert calls(tracker, "Remembers")[-1][1] == 1
 
 
@@ -425,8 +431,8 @@ def test_the_end_does_not_wait_for_a_server_that_is_gone_even_if_it_was_too_slow
         tracker._lanes[0]._is_watched = was_seen
         began = time.monotonic()
         if not was_seen:  # it hangs: perhaps it answers others
-            tracker.log_samples(1, [{"text": "a"}])
+            tracker.show(1, "eval/", samples=[{"text": "a"}])
             assert not tracker._lanes[0].wait(began + 1.5) and time.monotonic() - began >= 1.5
-    tracker.log_samples(1, [{"text": "a"}])
+    tracker.show(1, "eval/", samples=[{"text": "a"}])
     tracker.close("done")
     assert time.monotonic() - began < 20
