@@ -70,6 +70,7 @@ class Rule:
     ge: float | None = None
     lt: float | None = None
     le: float | None = None
+    """Bounds of a number, or of each number of a list: above, at least, below, at most."""
     choices: Sequence[str] = ()
     """Texts that it can be. For a type such as int | str, its only texts."""
     own: str | None = None
@@ -77,7 +78,8 @@ class Rule:
     read: Callable[[Any], Any] | None = None
     """Reads the value; raises ValueError, whose text says what the value is not."""
     needs: tuple[str, Sequence[str]] | None = None
-    """A different key of the section, such as "schedule", and the values with which this one has a meaning."""
+    """A different key of the section, such as "schedule", and the values with which this one has a meaning: with others it must
+    have its default."""
     changes: frozenset[Effect] = effects("unknown")
     inside: Mapping[str, frozenset[Effect]] = dataclasses.field(default_factory=dict)
     """What single keys of a mapping change, if not the same."""
@@ -110,32 +112,20 @@ class Rule:
 def key(
     default: Any = dataclasses.MISSING,
     *,
-    gt: float | None = None,
-    ge: float | None = None,
-    lt: float | None = None,
-    le: float | None = None,
-    choices: Sequence[str] = (),
-    own: str | None = None,
-    read: Callable[[Any], Any] | None = None,
-    needs: tuple[str, Sequence[str]] | None = None,
     changes: str = "unknown",
     inside: Mapping[str, str] | None = None,
     resume: Resume | None = None,
+    **rule: Any,
 ) -> Any:
     """Define a key: ``lr: float = key(5e-5, gt=0, changes="lr")``.
 
     Args:
         default: its default; for a list or a mapping the function that makes it. Left out: the key must be given.
-        gt, ge, lt, le: bounds of a number, or of each number of a list: above, at least, below, at most.
-        choices: the texts that it can be.
-        own: an example of a dotted path, if one is accepted instead of a choice.
-        read: a function that reads the value, and raises ValueError with what the value is not.
-        needs: the name of a different field of the section, such as "schedule", and the values with which this key has a
-            meaning: with others it must have its default.
         changes: what it can change in a training: names of ``Effect``, or "nothing", "compute", "model", "data".
         inside: the same for single keys of a mapping, where it differs.
         resume: whether a resumed run may change it, see ``Resume``. None: harmless where it changes nothing but rounding; fixed
             where it changes the first weights or the samples of a step; otherwise free.
+        rule: bounds, choices and what else ``Rule`` has.
     """
     changed = effects(changes)
     derived: Resume = "free"
@@ -143,13 +133,10 @@ def key(
         derived = "harmless"
     elif changed & {Effect.WEIGHTS, Effect.SAMPLES}:
         derived = "fixed"
-    rule = Rule(
-        *(gt, ge, lt, le, choices, own, read, needs, changed),
-        inside={name: effects(words) for name, words in (inside or {}).items()},
-        resume=resume or derived,
-    )
+    exceptions = {name: effects(words) for name, words in (inside or {}).items()}
     given = {"default_factory": default} if callable(default) else {"default": default}
-    return dataclasses.field(**given, metadata={"key": rule})
+    metadata = {"key": Rule(**rule, changes=changed, inside=exceptions, resume=resume or derived)}
+    return dataclasses.field(**given, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,22 +175,19 @@ class Key:
                     finite = "" if math.isfinite(item) else " and finite" if rule.bounds else "finite"
                     return f"{said}{': each' if items is value else ''} must be {rule.bounds}{finite}.{self._null()}"
             elif self.texts and item is not None and item not in self.texts and not (rule.own is not None and is_dotted(item)):
-                return self._choice_problem(item)
+                numbers = [kind for kind in get_args(self.type) if kind in (int, float)]
+                named = f"is not one of {', '.join(self.texts)}"
+                if numbers:
+                    named = f"{type_problem(numbers[0], item).rstrip('.')}, nor {' or '.join(self.texts)}"
+                own = "" if rule.own is None else f", nor a dotted path such as {rule.own}"
+                hint = did_you_mean(item, self.texts)
+                return f"{self.name}={format_value(item)} {named}{own}.{hint}{self._null()}"
         return None
 
     @property
     def texts(self) -> tuple[str, ...]:
         """The texts that it can be, one by one; empty if any text will do."""
         return (*self.rule.choices, *_literals(self.type))
-
-    def _choice_problem(self, value: Any) -> str:
-        numbers = [kind for kind in get_args(self.type) if kind in (int, float)]
-        if numbers:
-            named = f"{type_problem(numbers[0], value).rstrip('.')}, nor {' or '.join(self.texts)}"
-        else:
-            named = f"is not one of {', '.join(self.texts)}"
-        own = "" if self.rule.own is None else f", nor a dotted path such as {self.rule.own}"
-        return f"{self.name}={format_value(value)} {named}{own}.{did_you_mean(value, self.texts)}{self._null()}"
 
     def _null(self) -> str:
         """Return what null means, as the key's sentence says it: " null: no limit."."""
@@ -227,17 +211,13 @@ def key_of(field_name: str) -> str:
     return field_name.removesuffix("_")
 
 
+@cache
 def keys_of(type_: type, section: str = "") -> dict[str, Key]:
     """Return the keys of a section, or of a task, by the names of their fields; inherited ones first.
 
     Args:
         section: its name in a recipe, such as "train"; empty for the keys at the top.
     """
-    return _keys_of(type_, section)
-
-
-@cache
-def _keys_of(type_: type, section: str) -> dict[str, Key]:
     hints, found = get_type_hints(type_), {}
     for item in dataclasses.fields(type_):
         default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()

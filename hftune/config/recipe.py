@@ -56,7 +56,9 @@ class Source:
         if len(origins) == 1:
             (origin,) = origins
             return problem if origin == "" or _is_shipped(origin) else f"{problem} ({origin})"
-        listed = "; ".join(f"{key}: {_name_of(self.origins[key])}" for key in keys)
+        names = {key: self.origins[key] or "the command line" for key in keys}
+        names |= {key: f"recipe {Path(name).stem}" for key, name in names.items() if _is_shipped(name)}
+        listed = "; ".join(f"{key}: {name}" for key, name in names.items())
         return f"{problem} ({listed})" if listed else problem
 
 
@@ -129,19 +131,11 @@ class Recipe(RunConfig):
         self._refuse(*self.task.validate(), *self._metric_problems(), *self._batch_loss_problems(), *self._adapter_problems())
 
     def validate_metric(self) -> None:
-        """Check ``eval.metric`` once the task has its data, on which may depend what it computes.
-
-        Raises:
-            ConfigError: the task does not compute it of these data.
-        """
+        """Check ``eval.metric`` once the task has its data, on which may depend what it computes, or raise ConfigError."""
         self._refuse(*self._metric_problems())
 
     def refuse_secrets(self) -> None:
-        """Check that what is written to files and sent to trackers holds no password of an address and no token.
-
-        Raises:
-            ConfigError: it does, naming the keys.
-        """
+        """Refuse a password of an address, or a token, in what goes into files and to trackers, or raise ConfigError."""
         self._refuse(
             *(
                 f"{key}={shown} holds a password or token, which would stand in files and on dashboards. Put it into an "
@@ -223,13 +217,11 @@ class Recipe(RunConfig):
                 f"adapter.export={adapter.export}: {type(self.task).__name__} has no method save, and the default one writes a "
                 "whole model. Set adapter.export=merged, or write one that calls model.save_pretrained(directory)."
             )
-        if adapter.quantize is not None:
-            yield from self._quantize_problems(adapter.quantize)
-
-    def _quantize_problems(self, kind: str) -> Iterator[str]:
-        if self.adapter.export != "adapter":
+        if (kind := adapter.quantize) is None:
+            return
+        if adapter.export != "adapter":
             yield (
-                f"adapter.quantize={kind} does not go with adapter.export={self.adapter.export}: adapters merged into 4 bits "
+                f"adapter.quantize={kind} does not go with adapter.export={adapter.export}: adapters merged into 4 bits "
                 "would be rounded away. Leave adapter.export at adapter; hftune merge puts them into the weights as they were."
             )
         if getattr(self.task, "model", self) is None:
@@ -274,8 +266,7 @@ class Recipe(RunConfig):
     def needs_trust(self) -> bool:
         """Return whether ``load`` refuses what ``to_yaml`` returns without ``trust_code``; its trackers are not considered."""
         values = {key: value for key, value in self.to_dict().items() if key != "track"}
-        named = [*_code_of_task(self.task), *code_of_sections(self.train, self.eval, TrackConfig())]
-        named += _code_of_callbacks(self.callbacks)
+        named = [*_code_of_task(self.task), *code_of_sections(self.train, self.eval, TrackConfig(), self.callbacks)]
         return bool(named) or not is_own(f"{type(self.task).__module__}.") or _task_reads_environment(values)
 
     def environment_digests(self) -> dict[str, str]:
@@ -368,12 +359,18 @@ def _build(layers: list[Layer], default_name: str, trust_code: bool = True) -> R
         raise ConfigError(problems, default_name)
     for name, code in [
         *_code_of_task(sections["task"]),
-        *code_of_sections(sections["train"], sections["eval"], sections["track"]),
-        *_code_of_callbacks(sections[""].callbacks),
+        *code_of_sections(sections["train"], sections["eval"], sections["track"], sections[""].callbacks),
     ]:
         _check_code(name, code, source.origins.get(name, ""), layers, trust_code)
     if _reads_environment(schema.plain()):
-        source.as_written = dict(_texts_from_environment(schema, sections))
+        # Then every reference may lead to it. Numbers are not withheld: they are no secrets, and a run must not resume silently
+        # with different ones.
+        source.as_written = {
+            (f"{section}.{name}" if section else name): (written, copy.deepcopy(value))
+            for section, raws in schema.values.items()
+            for name, raw in raws.items()
+            if _refers(raw) and (written := _unresolved(raw, value := getattr(sections[section], name))) != value
+        }
     top = sections.pop("")
     recipe = Recipe(**vars(top), **sections, source=source)
     recipe.refuse_secrets()
@@ -392,19 +389,6 @@ def _drop_keys_of_other_choices(chooser: str, train: dict[str, Any], source: Sou
             del source.origins[f"train.{name}"]
 
 
-def _texts_from_environment(schema: _Schema, sections: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yield the keys whose texts may hold an environment variable, with what is written there and their value.
-
-    If anything comes from the environment, every reference may lead to it. Numbers are not withheld: they are no secrets, and
-    a run must not resume silently with different ones.
-    """
-    for section, raws in schema.values.items():
-        for name, raw in raws.items():
-            value = getattr(sections[section], name)
-            if _refers(raw) and (written := _unresolved(raw, value)) != value:
-                yield (f"{section}.{name}" if section else name), (written, copy.deepcopy(value))
-
-
 def _unresolved(raw: Any, value: Any) -> Any:
     """Return a value with its texts as they are written, and everything else resolved."""
     if isinstance(raw, dict) and isinstance(value, dict):
@@ -420,7 +404,7 @@ def _refers(raw: Any) -> bool:
 
 
 def _reads_environment(raw: Any) -> bool:
-    """Say whether a text calls one of OmegaConf's resolvers, such as ${oc.env:NAME}."""
+    """Say whether a text calls a resolver of omegaconf, such as ${oc.env:NAME}."""
     return any(re.search(r"\$\{.*:", text, flags=re.DOTALL) for text in _texts(raw))
 
 
@@ -454,11 +438,9 @@ def _code_of_task(task: Task) -> Iterator[tuple[str, str]]:
             yield "task.datasets", value
 
 
-def _code_of_callbacks(callbacks: Sequence[Any]) -> list[tuple[str, str]]:
-    return [("callbacks", entry["type"] if isinstance(entry, dict) else entry) for entry in callbacks]
-
-
-def code_of_sections(train: TrainConfig, eval_: EvalConfig, track: TrackConfig) -> list[tuple[str, str]]:
+def code_of_sections(
+    train: TrainConfig, eval_: EvalConfig, track: TrackConfig, callbacks: Sequence[Any] = ()
+) -> list[tuple[str, str]]:
     """Return the keys of these sections whose values name code that is not hftune's or torch's, each with one such value.
 
     Every name in ``eval.metrics`` is one: modules of ``evaluate`` are scripts, which may even come from the Hub.
@@ -472,7 +454,7 @@ def code_of_sections(train: TrainConfig, eval_: EvalConfig, track: TrackConfig) 
         for key, name in named
         if (key == "eval.metrics" or is_dotted(name))
         and not (is_own(name) or (key == "train.optimizer" and is_torchs.fullmatch(name)))
-    ]
+    ] + [("callbacks", entry["type"] if isinstance(entry, dict) else entry) for entry in callbacks]
 
 
 def _check_code(key: str, name: str, origin: str, layers: list[Layer], trust_code: bool) -> None:
@@ -484,12 +466,6 @@ def _check_code(key: str, name: str, origin: str, layers: list[Layer], trust_cod
 
 def _is_shipped(origin: str) -> bool:
     return Path(origin).parent == resource_dir("recipes")
-
-
-def _name_of(origin: str) -> str:
-    if origin and _is_shipped(origin):
-        return f"recipe {Path(origin).stem}"
-    return origin or "the command line"
 
 
 class _Schema:
