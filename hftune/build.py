@@ -219,7 +219,12 @@ def build_model(recipe: Recipe, notices: list[str] | None = None) -> nn.Module:
     freeze(model, recipe.train.freeze)
     if recipe.adapter.type is not None:
         check_statistics(recipe, model)
-        check_quantized(recipe, model)
+        kind, is_real = recipe.adapter.quantize, torch.get_default_device().type != "meta"
+        if kind is not None and is_real and not is_quantized(model):
+            raise ConfigError(
+                f"adapter.quantize={kind}: the {type(model).__name__} of {type(recipe.task).__name__} is not quantised. That "
+                "works for linear layers of models that task.model names. Leave it out."
+            )
         add_adapter(model, recipe.adapter, new_modules(model))
     if recipe.train.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
@@ -247,15 +252,6 @@ def load_options(recipe: Recipe) -> AbstractContextManager[None]:
     device = "cpu" if on_cpu() else f"{torch.accelerator.current_accelerator()}:{ProcessInfo.from_environment().local_rank}"
     options = quantization(config.quantize, dtype, config.train_also, device)
     return loading(**({"dtype": dtype} if is_bf16 else {}), **options)
-
-
-def check_quantized(recipe: Recipe, model: nn.Module) -> None:
-    """Refuse ``adapter.quantize`` where nothing came of it, or raise ConfigError."""
-    if recipe.adapter.quantize is not None and torch.get_default_device().type != "meta" and not is_quantized(model):
-        raise ConfigError(
-            f"adapter.quantize={recipe.adapter.quantize}: the {type(model).__name__} of {type(recipe.task).__name__} is not "
-            "quantised. That works for linear layers of models that task.model names. Leave it out."
-        )
 
 
 def check_single_samples(recipe: Recipe, plan: BatchPlan, dataset: Any, model: nn.Module, num_steps: int) -> None:

@@ -85,7 +85,10 @@ def evaluate(
 
     def summarise() -> dict[str, Any]:
         gathered.sort(key=lambda part: part.index)
-        rows.extend(_in_dataset_order(gathered, len(dataset)))
+        placed = {sample: row for part in gathered for sample, row in zip(part.samples, part.rows, strict=True)}
+        if len(placed) != len(dataset) or sum(len(part.rows) for part in gathered) != len(dataset):
+            raise RuntimeError(f"The evaluation returned {len(placed)} different samples of {len(dataset)}.")
+        rows.extend(placed[sample] for sample in range(len(dataset)))
         num_items = math.fsum(part.num_items for part in gathered)
         if num_items == 0:
             raise DataError("The evaluation data has no items: task.num_items is 0 for all samples.")
@@ -93,7 +96,8 @@ def evaluate(
         with marked_while_moving(strategy.progress):  # the other processes wait, however long it takes
             own = {"loss": loss, **task.metrics(rows)}
             found = {**own, **compute(load_metrics(config.metrics), rows, taken=own)}
-            return {name: _plain(value) for name, value in found.items()}
+            # Scalars of numpy and torch as Python's, which JSON can hold
+            return {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in found.items()}
 
     summary = strategy.on_main(summarise)
     images = {sample: image for part in gathered or [] for sample, image in part.images.items()}
@@ -146,18 +150,6 @@ def _score(strategy: Strategy, micro_batch: MicroBatch, batch: dict[str, torch.T
         raise RuntimeError(f"{type(task).__name__}.predictions returned {len(rows)} rows for {len(samples)} samples.")
     shown = dict(zip([samples[index] for index in indices], images, strict=False))
     return _Scored(micro_batch.index, samples, loss_sum, float(task.num_items(target)), rows, shown)
-
-
-def _plain(value: Any) -> Any:
-    """Turn scalars of numpy and torch into Python's, which JSON can hold."""
-    return value.item() if getattr(value, "ndim", None) == 0 else value
-
-
-def _in_dataset_order(scored: list[_Scored], num_samples: int) -> list[dict[str, Any]]:
-    placed = {sample: row for part in scored for sample, row in zip(part.samples, part.rows, strict=True)}
-    if len(placed) != num_samples or sum(len(part.rows) for part in scored) != num_samples:
-        raise RuntimeError(f"The evaluation returned {len(placed)} different samples of {num_samples}.")
-    return [placed[sample] for sample in range(num_samples)]
 
 
 def score_of(metrics: Mapping[str, Any], name: str, step: int) -> float:

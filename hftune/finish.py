@@ -11,7 +11,7 @@ from hftune.checkpoints.checkpointer import BrokenCheckpoint, open_checkpoint, p
 from hftune.checkpoints.export import export
 from hftune.checkpoints.output_dir import OutputDir, TrainResult
 from hftune.config import Recipe
-from hftune.distributed.rounds import Over, present_round
+from hftune.distributed.rounds import present_round, wait_for_agent
 from hftune.errors import Interrupted, TrainingError
 from hftune.evaluation import evaluate
 from hftune.milestones import Run, log, wait_for_checkpoint
@@ -154,17 +154,15 @@ def say_finished(strategy: Strategy, recipe: Recipe, result: TrainResult) -> Tra
     return result
 
 
-def end_of_round(run: Run, over: Over | None) -> str | None:
-    """Say that a round of an elastic job is over and the next one goes on from here; None if it is the job that stops."""
-    if over is None or run.checkpointer.failure is not None:
-        return None
-    return f"{over.reason}. Round {present_round()} ends after step {run.state.step}, with a checkpoint."
-
-
-def how_to_resume(run: Run) -> str:
-    """Say what was saved and how to resume."""
-    checkpointer = run.checkpointer
+def interrupted(run: Run, error: Interrupted) -> Interrupted:
+    """Return the error of a run that was asked to stop, with what was saved and how the run goes on. Collective."""
+    wait_for_checkpoint(run)
+    checkpointer, over = run.checkpointer, wait_for_agent(lambda: bool(run.stop))
     if checkpointer.failure is not None:
-        return f"Its checkpoint could not be written: {checkpointer.failure}. resume=auto resumes from an earlier one."
+        failed = f"Its checkpoint could not be written: {checkpointer.failure}. resume=auto resumes from an earlier one."
+        return Interrupted(f"{error} {failed}")
+    if over is not None:  # a round of an elastic job, and not the job
+        reached = f"Round {present_round()} ends after step {run.state.step}, with a checkpoint."
+        return Interrupted(f"{over.reason}. {reached}")
     how = "The same command" if run.recipe.resume == "auto" else "resume=auto"
-    return f"{how} resumes from {path_of(checkpointer.folder, run.state.step)}."
+    return Interrupted(f"{error} {how} resumes from {path_of(checkpointer.folder, run.state.step)}.")

@@ -68,7 +68,8 @@ def take_step(run: Run, batch: StepBatch) -> None:
     state.add_loss(report.loss, report.num_items)
     grant(run, report.asks)
 
-    is_logged, is_last = is_log_due(run) or report.asks.log, report.asks.interrupt or run.has_ended()
+    is_logged = state.step == 1 or run.has_ended() or config.log_interval.falls_on(state.step, run.plan.num_steps)
+    is_logged, is_last = is_logged or report.asks.log, report.asks.interrupt or run.has_ended()
     tell_step(run, place, report, lr=lr, is_logged=is_logged, is_last=is_last, micro_batches=batch.plan)
     strategy.sharding.clear_gradient()
     values = {"train/loss_step": report.loss, "train/lr": lr, "train/grad_norm": report.grad_norm}
@@ -163,12 +164,6 @@ def grant(run: Run, asks: Asks) -> None:
         reasons = [run.wishes.pending["stop"]] if "stop" in run.wishes.pending else []
         state.ended_by = run.strategy.broadcast((run.strategy.gather_to_main(reasons) or [None])[0])
     run.wishes.pending.clear()
-
-
-def is_log_due(run: Run) -> bool:
-    """Say whether ``train.log_every`` asks for a record of this step."""
-    step = run.state.step
-    return step == 1 or run.has_ended() or run.recipe.train.log_interval.falls_on(step, run.plan.num_steps)
 
 
 def stop_unless_finite(run: Run, batch: StepBatch, report: StepReport) -> None:

@@ -17,7 +17,6 @@ from hftune.checkpoints.checkpointer import Checkpointer, path_of
 from hftune.checkpoints.output_dir import OutputDir
 from hftune.checkpoints.run_folder import PROFILE
 from hftune.checkpoints.train_state import Provenance, RestoredState
-from hftune.config import Recipe
 from hftune.config.importing import import_named
 from hftune.distributed.devices import peak_flops
 from hftune.distributed.failure_report import Report
@@ -80,7 +79,18 @@ def open_run(
         console.scored,
         lambda: [tracker.file, ledger.file],
     )
-    connect(run, session)
+
+    def checkpoint_written(step: int, hashes: dict[str, str]) -> None:
+        done = CheckpointDone(step=step, path=path_of(run.checkpointer.folder, step), hashes=hashes, waited_s=run.waited_s)
+        run.callbacks.tell("on_checkpoint", done, keep=True)
+
+    def failed(report: Report) -> None:
+        run.callbacks.tell("on_failure", Failure(reason=report.sentence, is_interruption=report.is_interruption))
+
+    run.checkpointer.on_written = checkpoint_written
+    session.closers.append(failed)
+    if strategy.is_main:
+        session.at_end(run.checkpointer.wait)  # before the folder is released
     begin(run, output, session, parts)
     provenance.run_ids = strategy.on_main(tracker.run_ids)
     return run
@@ -101,40 +111,24 @@ def our_callbacks(
     usage = session.sample_usage(strategy.device, path)
     profiler = Profiler(recipe.train.profile, path / PROFILE, strategy.process_index, strategy.device, clock.paused)
     session.at_end(profiler.close)  # of a run that is stopped in the middle, by the thread that has begun it
-    peak = None if parts.arithmetic is None else all_peaks(strategy, recipe)
+    peak = None
+    if parts.arithmetic is not None:
+        own = peak_flops(strategy.device, strategy.precision, recipe.train.tf32)
+        peak = strategy.sum(torch.tensor(own or math.nan, dtype=strategy.exact, device=strategy.device)).item()
+        peak = peak if math.isfinite(peak) else None  # of all processes together; nobody knows one of them
+    wings = "hftune.reporting.callbacks"  # no part of the core, which therefore does not import it but by name
+    card, report = (import_named("callbacks", f"{wings}.{name}", wings, name)() for name in ("Card", "Report"))
     return [
         ledger,  # what each step was computed from, and what came out
         Throughput(strategy.times.take, usage, arithmetic=parts.arithmetic, peak_flops=peak),  # logs the values perf/...
         profiler,  # traces of train.profile
         Predictions(path, recipe.task, progress.tick),  # predictions.jsonl, images of samples, folds
-        wing("hftune.reporting.callbacks.Card"),  # the model card
-        wing("hftune.reporting.callbacks.Report"),  # report.html
+        card,  # the model card
+        report,  # report.html
         Summary(),  # prints what is trained, and what came out
         tracker,  # metrics.jsonl and track.with
         console,  # lines and the progress bar
     ]
-
-
-def connect(run: Run, session: Session) -> None:
-    """Let callbacks hear of what happens beside the loop: complete checkpoints, and the failure of a process."""
-
-    def checkpoint_written(step: int, hashes: dict[str, str]) -> None:
-        done = CheckpointDone(step=step, path=path_of(run.checkpointer.folder, step), hashes=hashes, waited_s=run.waited_s)
-        run.callbacks.tell("on_checkpoint", done, keep=True)
-
-    def failed(report: Report) -> None:
-        run.callbacks.tell("on_failure", Failure(reason=report.sentence, is_interruption=report.is_interruption))
-
-    run.checkpointer.on_written = checkpoint_written
-    session.closers.append(failed)
-    if run.strategy.is_main:
-        session.at_end(run.checkpointer.wait)  # before the folder is released
-
-
-def wing(path: str) -> Callback:
-    """Make a callback of ours that is no part of the core, which therefore does not import it but by name."""
-    module, _, name = path.rpartition(".")
-    return import_named("callbacks", path, module, name)()
 
 
 def begin(run: Run, output: OutputDir, session: Session, parts: Parts) -> None:
@@ -181,10 +175,3 @@ def where_it_goes_on(run: Run, output: OutputDir, here: ProcessInfo) -> list[str
     again = f"Step {taken} is" if taken == step + 1 else f"Steps {step + 1} to {taken} are"
     lost = f" {again} computed again." if taken > step else " No step is lost." if over and over.is_planned else ""
     return [f"Round {here.round}, {processes(here.world_size)} on {machines}: going on from {place}.{lost}"]
-
-
-def all_peaks(strategy: Strategy, recipe: Recipe) -> float | None:
-    """Return the peak rates of the devices of all processes together; None if nobody knows one of them. Collective."""
-    own = peak_flops(strategy.device, strategy.precision, recipe.train.tf32)
-    peaks = strategy.sum(torch.tensor(math.nan if own is None else own, dtype=strategy.exact, device=strategy.device)).item()
-    return peaks if math.isfinite(peaks) else None

@@ -163,14 +163,25 @@ def prepare(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     Raises:
         ConfigError: what is built does not fit these devices, or this number of processes.
     """
-    check_base_dtype(recipe, strategy, parts.model)
-    check_dropped_layers(strategy, parts.model)
+    model = parts.model
+    is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+    if recipe.adapter.base_dtype == "auto" and is_bf16 and strategy.precision != "bf16":
+        raise ConfigError("adapter.base_dtype=auto: not all GPUs of this job compute bf16. Set it to float32.")
+    configs = [vars(config) for module in model.modules() if (config := getattr(module, "config", None)) is not None]
+    drops = {name: value for config in configs for name, value in config.items() if "layerdrop" in name and value}
+    if drops and not strategy.computes_alone:  # processes would exchange different layers
+        raise ConfigError(
+            f"{type(model).__name__} drops whole layers at random: {', '.join(f'{name}={drops[name]}' for name in drops)}. "
+            f"{type(strategy).__name__} cannot compute that, as its processes meet in each layer. Set "
+            f"{' '.join(f'task.model_config.{name}=0' for name in drops)}, or train without FSDP and pipeline stages."
+        )
     settle_packing(recipe, strategy, parts)
-    rows = largest_rows(recipe, parts.plan, "test" in parts.datasets)
-    train, *others = parts.datasets.values()
-    parts.notices += settle_head(recipe, strategy, parts.model, train, rows, others)
+    plan, train, *others = parts.plan, *parts.datasets.values()
+    evaluated = 0 if recipe.eval.is_off and "test" not in parts.datasets else recipe.eval.batch_size
+    rows = max(evaluated, min(plan.batch_size, plan.micro_batch_size or plan.batch_size))
+    parts.notices += settle_head(recipe, strategy, model, train, rows, others)
     strategy.progress.stage("preparing model and optimizer")
-    strategy.prepare(parts.model, build_optimizer(parts.model, recipe))
+    strategy.prepare(model, build_optimizer(model, recipe))
     strategy.sharding.begin_training(keeps_average=recipe.train.ema_decay is not None)
     parts.notices += [*strategy.notices(), *precision_notices(recipe.train, strategy.precision, strategy.device)]
 
@@ -193,42 +204,9 @@ def may_score_head(recipe: Recipe, model: nn.Module) -> bool:
     return Head.of(model) is not None and not (recipe.train.compile and not repeated_layers(model))
 
 
-def largest_rows(recipe: Recipe, plan: BatchPlan, has_test: bool) -> int:
-    """Return a bound on the rows of a micro-batch, in training or in an evaluation."""
-    evaluated = 0 if recipe.eval.is_off and not has_test else recipe.eval.batch_size
-    return max(evaluated, min(plan.batch_size, plan.micro_batch_size or plan.batch_size))
-
-
 def may_be_packed(recipe: Recipe, plan: BatchPlan, model: nn.Module) -> bool:
     """Say whether to try a model without padding."""
     return recipe.train.packing == "auto" and plan.lengths is not None and is_of_transformers(model)
-
-
-def check_base_dtype(recipe: Recipe, strategy: Strategy, model: nn.Module) -> None:
-    """Refuse ``adapter.base_dtype=auto`` where not all GPUs compute bf16, which only shows once the processes have joined.
-
-    Raises:
-        ConfigError: this one's does, and its frozen weights are bf16.
-    """
-    is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
-    if recipe.adapter.base_dtype == "auto" and is_bf16 and strategy.precision != "bf16":
-        raise ConfigError("adapter.base_dtype=auto: not all GPUs of this job compute bf16. Set it to float32.")
-
-
-def check_dropped_layers(strategy: Strategy, model: nn.Module) -> None:
-    """Refuse layers that a model drops at random where processes meet in each layer: they would exchange different ones.
-
-    Raises:
-        ConfigError: naming the keys of the model's configuration.
-    """
-    configs = [vars(config) for module in model.modules() if (config := getattr(module, "config", None)) is not None]
-    drops = {name: value for config in configs for name, value in config.items() if "layerdrop" in name and value}
-    if drops and not strategy.computes_alone:
-        raise ConfigError(
-            f"{type(model).__name__} drops whole layers at random: {', '.join(f'{name}={drops[name]}' for name in drops)}. "
-            f"{type(strategy).__name__} cannot compute that, as its processes meet in each layer. Set "
-            f"{' '.join(f'task.model_config.{name}=0' for name in drops)}, or train without FSDP and pipeline stages."
-        )
 
 
 def settle_micro_batches(recipe: Recipe, strategy: Strategy, parts: Parts, earlier: Mapping[str, Any]) -> dict[str, Any]:

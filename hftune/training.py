@@ -14,12 +14,11 @@ from hftune.checkpoints.output_dir import OutputDir, TrainResult
 from hftune.checkpoints.resume import keep_settled
 from hftune.checkpoints.train_state import Provenance
 from hftune.config import Recipe
-from hftune.distributed.rounds import wait_for_agent
 from hftune.distributed.session import Session
 from hftune.errors import Interrupted
-from hftune.finish import end_of_round, finish, how_to_resume, say_finished
+from hftune.finish import finish, interrupted, say_finished
 from hftune.loop import fit
-from hftune.milestones import Run, wait_for_checkpoint
+from hftune.milestones import Run
 from hftune.models.weights import weights_digest
 from hftune.opening import open_run
 from hftune.settle import changed_precision, idle_notices, prepare, settle_micro_batches, warm_up_strategy
@@ -64,7 +63,12 @@ def train(recipe: Recipe, callbacks: Sequence[Callback] = ()) -> TrainResult:
         provenance.micro_batch_size = settle_micro_batches(recipe, strategy, parts, restored.micro_batch_size)
         parts.notices += idle_notices(parts.plan, strategy.num_processes // recipe.parallel.pipeline_stages)
         run = open_run(output, session, strategy, parts, provenance, restored, users)
-        return fit_and_finish(run, output)
+        try:
+            warm_up(run)
+            fit(run)
+            return finish(run, output)
+        except Interrupted as error:
+            raise interrupted(run, error) from None
 
 
 def claim(output: OutputDir, session: Session) -> None:
@@ -105,23 +109,6 @@ def first_weights(output: OutputDir, strategy: Strategy, parts: Parts) -> str | 
         return None
     strategy.progress.stage("hashing the first weights")
     return weights_digest(model_tensors(parts.model))
-
-
-def fit_and_finish(run: Run, output: OutputDir) -> TrainResult:
-    """Train to the end, and write the results. Collective.
-
-    Raises:
-        Interrupted: a signal asked to stop; the message says how to resume.
-    """
-    try:
-        warm_up(run)
-        fit(run)
-        result = finish(run, output)
-    except Interrupted as error:
-        wait_for_checkpoint(run)
-        over = wait_for_agent(lambda: bool(run.stop))
-        raise Interrupted(end_of_round(run, over) or f"{error} {how_to_resume(run)}") from None
-    return result
 
 
 def warm_up(run: Run) -> None:
