@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
@@ -60,21 +60,23 @@ class Finding:
         return f"  {self.level:<7}{self.what:<16}{self.found}{todo}"
 
 
-# One machine
+# One machine: each examination yields what it found, the level unless it is OK, and what to do.
+
+Found = Iterator[tuple[str, ...]]
 
 
 def examine_machine(output_dir: Path = Path("outputs")) -> Iterator[Finding]:
     """Check everything that training needs from this machine. A check that raises an error is itself a fault."""
-    examinations: dict[str, Callable[[], Finding | Iterable[Finding]]] = {  # in the order in which they are shown
+    examinations: dict[str, Callable[[], Found]] = {  # in the order in which they are shown
         "machine": _machine,
-        "Python": lambda: Finding("Python", f"{platform.python_version()}, hftune {__version__}"),
+        "Python": lambda: iter([(f"{platform.python_version()}, hftune {__version__}",)]),
         "packages": _packages,
         "GPUs": _gpus,
         "collectives": _backends,
         "launcher": _launcher,
-        "disk, outputs": lambda: _disk("disk, outputs", output_dir, "output_dir"),
+        "disk, outputs": lambda: _disk(output_dir, "output_dir"),
         "disk, cache": _cache,
-        "disk, tmp": lambda: _disk("disk, tmp", Path(tempfile.gettempdir()), "TMPDIR"),
+        "disk, tmp": lambda: _disk(Path(tempfile.gettempdir()), "TMPDIR"),
         "shared memory": _shared_memory,
         "open files": _open_files,
         "network": _network,
@@ -84,21 +86,20 @@ def examine_machine(output_dir: Path = Path("outputs")) -> Iterator[Finding]:
     }
     for what, examine in examinations.items():
         try:
-            found = examine()
-            yield from [found] if isinstance(found, Finding) else list(found)
+            yield from [Finding(what, *found) for found in examine()]
         except Exception as error:  # the doctor runs because something is wrong, so it has to give an answer
             yield Finding(what, f"cannot be examined: {type(error).__name__}: {error}", FAULT)
 
 
-def _machine() -> Finding:
+def _machine() -> Found:
     import psutil
 
     memory = psutil.virtual_memory()
     free = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB memory free"
-    return Finding("machine", f"{socket.gethostname()}, {os.cpu_count()} CPU cores, {free}, {platform.platform(terse=True)}")
+    yield (f"{socket.gethostname()}, {os.cpu_count()} CPU cores, {free}, {platform.platform(terse=True)}",)
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> Found:
     """Compare the installed versions with the ranges that hftune requires."""
     fit, extras = [], []
     for requirement in map(Requirement, requires("hftune") or []):
@@ -107,144 +108,144 @@ def _packages() -> Iterator[Finding]:
         try:
             here = version(requirement.name)
         except PackageNotFoundError:
-            yield Finding("packages", f"{requirement.name} is missing", FAULT, f'pip install "{requirement}"')
+            yield f"{requirement.name} is missing", FAULT, f'pip install "{requirement}"'
             continue
         if requirement.specifier.contains(here, prereleases=True):
             (fit if requirement.name in SHOWN_PACKAGES else extras).append(f"{requirement.name} {here}")
         else:
-            yield Finding("packages", f"{requirement.name} {here}", FAULT, f'pip install "{requirement}"')
-    yield Finding("packages", f"{', '.join(fit)}; {len(extras)} more within range")
+            yield f"{requirement.name} {here}", FAULT, f'pip install "{requirement}"'
+    yield (f"{', '.join(fit)}; {len(extras)} more within range",)
 
 
-def _gpus() -> Iterator[Finding]:
+def _gpus() -> Found:
     if not torch.cuda.is_available():
         if torch.accelerator.is_available():
-            yield Finding("GPUs", f"{torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}")
+            yield (f"{torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}",)
         elif shutil.which("nvidia-smi") and torch.version.cuda is None:
-            yield Finding("GPUs", f"torch {torch.__version__} is built without CUDA", FAULT, "install the build for GPUs")
+            yield f"torch {torch.__version__} is built without CUDA", FAULT, "install the build for GPUs"
         elif shutil.which("nvidia-smi"):
-            yield Finding("GPUs", "torch finds no GPU", FAULT, "check that the driver is running and new enough (nvidia-smi)")
+            yield "torch finds no GPU", FAULT, "check that the driver is running and new enough (nvidia-smi)"
         else:
-            yield Finding("GPUs", "none: training runs on CPUs, over Gloo")
+            yield ("none: training runs on CPUs, over Gloo",)
         return
     for index in range(torch.cuda.device_count()):
         properties, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
-        found = f"{index}: {properties.name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free, CUDA {torch.version.cuda}"
-        busy = free < 0.8 * total
-        yield Finding("GPUs", found, NOTICE if busy else OK, "another program is using its memory (nvidia-smi)" if busy else "")
+        busy = (NOTICE, "another program is using its memory (nvidia-smi)") if free < 0.8 * total else ()
+        yield (
+            f"{index}: {properties.name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free, CUDA {torch.version.cuda}",
+            *busy,
+        )
 
 
-def _backends() -> Finding:
-    gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
-    found = [name for name, there in (("Gloo", gloo), ("NCCL", nccl)) if there]
-    if torch.cuda.is_available() and not nccl:
-        return Finding("collectives", "NCCL is missing", FAULT, "install PyTorch's build for GPUs, on Linux")
-    if nccl:
-        found[-1] += f" {'.'.join(map(str, torch.cuda.nccl.version()))}" if torch.cuda.is_available() else ""
-    return Finding("collectives", ", ".join(found) or "none", OK if found else FAULT)
+def _backends() -> Found:
+    found = [name for name, there in (("Gloo", dist.is_gloo_available()), ("NCCL", dist.is_nccl_available())) if there]
+    if torch.cuda.is_available() and "NCCL" not in found:
+        yield "NCCL is missing", FAULT, "install PyTorch's build for GPUs, on Linux"
+        return
+    if torch.cuda.is_available():
+        found[-1] += f" {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    yield ", ".join(found) or "none", OK if found else FAULT
 
 
-def _launcher() -> Finding:
+def _launcher() -> Found:
     if any(point.name == "hftune" for point in entry_points(group="torchrun.handlers")):
-        return Finding("launcher", f"accelerate {version('accelerate')} finds rdzv_backend hftune")
-    return Finding("launcher", "rdzv_backend hftune is not registered", FAULT, "reinstall hftune (2node.yaml needs it)")
+        yield (f"accelerate {version('accelerate')} finds rdzv_backend hftune",)
+    else:
+        yield "rdzv_backend hftune is not registered", FAULT, "reinstall hftune (2node.yaml needs it)"
 
 
-def _cache() -> Iterable[Finding]:
+def _cache() -> Found:
     """Look at the folders of models and of prepared data, as the libraries choose them from HF_HOME and HOME."""
     from datasets.config import HF_DATASETS_CACHE
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    found = [_disk("disk, cache", Path(folder), "HF_HOME") for folder in (HF_DATASETS_CACHE, HF_HUB_CACHE)]
-    return {finding.level: finding for finding in found}.values()  # usually one finding covers both
+    found = [finding for folder in (HF_DATASETS_CACHE, HF_HUB_CACHE) for finding in _disk(Path(folder), "HF_HOME")]
+    yield from {finding[1:]: finding for finding in found}.values()  # usually one finding covers both
 
 
-def _disk(what: str, folder: Path, setting: str) -> Finding:
+def _disk(folder: Path, setting: str) -> Found:
     there = next((path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)), Path("/"))
     if not os.access(there, os.W_OK | os.X_OK):
-        return Finding(what, f"{folder} cannot be written ({there})", FAULT, f"set {setting} to a different folder")
+        yield f"{folder} cannot be written ({there})", FAULT, f"set {setting} to a different folder"
+        return
     free = shutil.disk_usage(there).free / GIB
-    todo = "a checkpoint is three times the model's size, and two are kept" if free < 10 else ""
-    return Finding(what, f"{folder}: {free:.0f} GiB free", NOTICE if todo else OK, todo)
+    small = (NOTICE, "a checkpoint is three times the model's size, and two are kept") if free < 10 else ()
+    yield (f"{folder}: {free:.0f} GiB free", *small)
 
 
-def _shared_memory() -> Finding:
+def _shared_memory() -> Found:
     folder = Path("/dev/shm")
-    if not folder.exists():
-        return Finding("shared memory", "no /dev/shm here")
-    size = shutil.disk_usage(folder).total / GIB
-    todo = "train.num_workers and NCCL need it; in a container: --shm-size=8g" if size < 1 else ""
-    return Finding("shared memory", f"/dev/shm of {size:.1f} GiB", NOTICE if todo else OK, todo)
+    size = shutil.disk_usage(folder).total / GIB if folder.exists() else 0
+    small = (NOTICE, "train.num_workers and NCCL need it; in a container: --shm-size=8g") if 0 < size < 1 else ()
+    yield (f"/dev/shm of {size:.1f} GiB" if folder.exists() else "no /dev/shm here", *small)
 
 
-def _open_files() -> Finding:
+def _open_files() -> Found:
     import resource
 
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     world_size = ProcessInfo.from_environment().world_size
     needed = 2 * world_size + 64 if world_size > 1 else 0  # the store takes two connections a process
     if limit == resource.RLIM_INFINITY:
-        return Finding("open files", "unlimited")
-    if limit < needed:
+        yield ("unlimited",)
+    elif limit < needed:
         what = f"at most {limit:,}, and {world_size} processes need {needed:,} in the main machine's launcher"
-        return Finding("open files", what, FAULT, "run ulimit -n 65536 before you start the launcher")
-    todo = "ulimit -n 65536" if limit < 1024 else ""
-    return Finding("open files", f"at most {limit:,}", NOTICE if todo else OK, todo)
+        yield what, FAULT, "run ulimit -n 65536 before you start the launcher"
+    else:
+        yield (f"at most {limit:,}", *((NOTICE, "ulimit -n 65536") if limit < 1024 else ()))
 
 
-def _network() -> Finding:
+def _network() -> Found:
     host, addresses = socket.gethostname(), own_addresses()
     if not outward_interfaces():
-        return Finding("network", addresses, NOTICE, "no interface except loopback: this machine can only train alone")
+        yield addresses, NOTICE, "no interface except loopback: this machine can only train alone"
+        return
     try:
         means = resolve(host)
     except ConfigError:
         means = "nothing"
-    return Finding("network", f"{addresses}; the name {host} resolves to {means}")
+    yield (f"{addresses}; the name {host} resolves to {means}",)
 
 
-def _port() -> Finding:
+def _port() -> Found:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", PORT))
         except OSError as error:
-            taken = f"{PORT}: {error.strerror}{owner_of(PORT)}"
-            return Finding("port", taken, NOTICE, "the shipped configs use it; choose a different one with --main_process_port")
-    return Finding("port", f"{PORT} is free; it has no password: open it, and ports above 32768, to the job's machines only")
+            todo = "the shipped configs use it; choose a different one with --main_process_port"
+            yield f"{PORT}: {error.strerror}{owner_of(PORT)}", NOTICE, todo
+            return
+    yield (f"{PORT} is free; it has no password: open it, and ports above 32768, to the job's machines only",)
 
 
-def _hub() -> Finding:
+def _hub() -> Found:
     from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE, HF_HUB_OFFLINE
 
-    address = urlsplit(ENDPOINT)
-    port = address.port or {"http": 80}.get(address.scheme, 443)
-    folder = Path(HF_HUB_CACHE)
-    cached = len([*folder.glob("models--*"), *folder.glob("datasets--*")])
-    here = f"{cached} models and data sets in the cache"
+    address, folder = urlsplit(ENDPOINT), Path(HF_HUB_CACHE)
+    here = f"{len([*folder.glob('models--*'), *folder.glob('datasets--*')])} models and data sets in the cache"
     if HF_HUB_OFFLINE:
-        return Finding("Hub", f"offline (HF_HUB_OFFLINE); {here}")
+        yield (f"offline (HF_HUB_OFFLINE); {here}",)
+        return
     try:
+        port = address.port or {"http": 80}.get(address.scheme, 443)
         socket.create_connection((address.hostname, port), timeout=HUB_TIMEOUT_S).close()
     except OSError as error:
-        why = error.strerror or str(error)
-        return Finding(
-            "Hub",
-            f"{address.hostname} cannot be reached ({why}); {here}",
-            NOTICE,
-            "only cached and local models can be used; set HF_HUB_OFFLINE=1",
-        )
-    return Finding("Hub", f"{address.hostname} can be reached; {here}")
+        what = f"{address.hostname} cannot be reached ({error.strerror or error}); {here}"
+        yield what, NOTICE, "only cached and local models can be used; set HF_HUB_OFFLINE=1"
+    else:
+        yield (f"{address.hostname} can be reached; {here}",)
 
 
-def _wandb() -> Finding:
+def _wandb() -> Found:
     mode = os.environ.get("WANDB_MODE")
-    if mode in ("offline", "disabled"):
-        return Finding("W&B", mode)
     netrc = Path(os.environ.get("NETRC") or os.path.expanduser("~/.netrc"))  # noqa: PTH111 - Path's raises where there is no HOME
-    has_key = "WANDB_API_KEY" in os.environ or (netrc.is_file() and "wandb" in netrc.read_text(errors="replace"))
-    todo = "" if has_key else "track.with=[wandb] needs `wandb login`, or WANDB_MODE=offline"
-    return Finding("W&B", "key found" if has_key else "no key", OK if has_key else NOTICE, todo)
+    if mode in ("offline", "disabled"):
+        yield (mode,)
+    elif "WANDB_API_KEY" in os.environ or (netrc.is_file() and "wandb" in netrc.read_text(errors="replace")):
+        yield ("key found",)
+    else:
+        yield "no key", NOTICE, "track.with=[wandb] needs `wandb login`, or WANDB_MODE=offline"
 
 
 # The group
@@ -292,34 +293,28 @@ def main(argv: list[str] | None = None) -> int:
             recipe.validate()
         check_environment()
         found = [*examine_machine(Path(recipe.output_dir) if recipe else Path("outputs"))]
-        if ProcessInfo.from_environment().world_size > 1:
-            return _join(recipe, found)
-        if recipe is not None:
-            with Session(recipe) as session:
-                _check_output(recipe, session.info)
-                load_datasets(recipe)
-        return _report(found, "This machine")
+        if ProcessInfo.from_environment().world_size == 1:
+            if recipe is not None:
+                with Session(recipe) as session:
+                    _load(recipe, session.info)
+            return _report(found, "This machine")
+        with Session(recipe, dead_after_s=20.0, stall_after_s=60.0, compares_early=False) as session:
+            datasets = None if recipe is None else _load(recipe, session.info)
+            strategy = DataParallel(session.join(), None if recipe is None else recipe.task, session.progress)
+            session.progress.stage("comparing with the other processes")
+            faults = [finding for finding in found if finding.level == FAULT]
+            group = examine_group(strategy, recipe, datasets, faults)
+            return strategy.broadcast(_report(group, "This group") if strategy.is_main else 0)
     except (Exception, KeyboardInterrupt) as error:
         return fail(error)
 
 
-def _join(recipe: Recipe | None, findings: list[Finding]) -> int:
-    with Session(recipe, dead_after_s=20.0, stall_after_s=60.0, compares_early=False) as session:
-        _check_output(recipe, session.info)
-        datasets = None if recipe is None else load_datasets(recipe)
-        strategy = DataParallel(session.join(), None if recipe is None else recipe.task, session.progress)
-        session.progress.stage("comparing with the other processes")
-        faults = [finding for finding in findings if finding.level == FAULT]
-        group = examine_group(strategy, recipe, datasets, faults)
-        code = _report(group, "This group") if strategy.is_main else 0
-        return strategy.broadcast(code)
-
-
-def _check_output(recipe: Recipe | None, info: ProcessInfo) -> None:
-    """On the main process: refuse an output folder that cannot be written, and trackers that cannot be reached."""
-    if recipe is not None and info.is_main:
+def _load(recipe: Recipe, info: ProcessInfo) -> Mapping[str, Any]:
+    """Load the data; on the main process, refuse an output folder or trackers that cannot be used."""
+    if info.is_main:
         check_writable(Path(recipe.output_dir))
         check_trackers(recipe)
+    return load_datasets(recipe)
 
 
 def _report(found: Sequence[Finding], who: str) -> int:
