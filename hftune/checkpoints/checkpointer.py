@@ -72,7 +72,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
                 tensors[file.stem] = load_file(file)
             except SafetensorError as error:
                 raise BrokenCheckpoint(f"{file.name} is not a safetensors file ({error})") from error
-        return Checkpoint(path, manifest["step"], _progress(path), tensors, tensor_hashes(manifest["files"]))
+        try:
+            progress = json.loads((path / "progress.json").read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise BrokenCheckpoint(f"progress.json cannot be read ({type(error).__name__})") from error
+        if missing := [name for name in PROGRESS if not isinstance(progress, dict) or name not in progress]:
+            raise BrokenCheckpoint(f"progress.json lacks {', '.join(missing)}: a different version of hftune wrote it")
+        return Checkpoint(path, manifest["step"], progress, tensors, tensor_hashes(manifest["files"]))
 
 
 def verify(path: Path) -> dict[str, Any]:
@@ -113,16 +119,6 @@ def _verify(path: Path) -> dict[str, Any]:
 def tensor_hashes(files: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Return the SHA-256 of each group of tensors from the ``files`` of a manifest: ``{"model": ..., "optimizer": ...}``."""
     return {Path(name).stem: about["sha256"] for name, about in sorted(files.items()) if name.endswith(".safetensors")}
-
-
-def _progress(path: Path) -> dict[str, Any]:
-    try:
-        progress = json.loads((path / "progress.json").read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise BrokenCheckpoint(f"progress.json cannot be read ({type(error).__name__})") from error
-    if missing := [name for name in PROGRESS if not isinstance(progress, dict) or name not in progress]:
-        raise BrokenCheckpoint(f"progress.json lacks {', '.join(missing)}: a different version of hftune wrote it")
-    return progress
 
 
 def _manifest(path: Path) -> dict[str, Any]:
@@ -229,7 +225,13 @@ class Checkpointer:
                 self.last = step
                 if self.on_written is not None:
                     self.on_written(step, tensor_hashes(files))
-                self._prune(step, best_step)
+                # Those of later steps are broken, and were skipped on resume.
+                later = [other for other in steps(self.folder) if other > step]
+                others = [other for other in steps(self.folder) if other <= step]
+                kept = {best_step} | self.config.kept(others)
+                for other in [*later, *others]:
+                    if other not in kept:
+                        remove_checkpoint(path_of(self.folder, other))
             except Exception as error:  # whatever it is, training continues, and the main thread reports it
                 self.failure = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
@@ -238,18 +240,6 @@ class Checkpointer:
         # Not a daemon: the interpreter waits for it on exit. A process that the heartbeat ends leaves a partial checkpoint.
         self._writer = threading.Thread(target=write, name="checkpoint")
         self._writer.start()
-
-    def _prune(self, newest_step: int, best_step: int | None) -> None:
-        """Remove all but the best and those that ``config`` keeps, oldest first.
-
-        Those of later steps than the one just written go before them: they are broken, and were skipped on resume.
-        """
-        later = [step for step in steps(self.folder) if step > newest_step]
-        others = [step for step in steps(self.folder) if step <= newest_step]
-        kept = {best_step} | self.config.kept(others)
-        for step in [*later, *others]:
-            if step not in kept:
-                remove_checkpoint(path_of(self.folder, step))
 
 
 def _write_files(

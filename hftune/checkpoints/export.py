@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from hftune.atomic import atomic_path, explain_write_errors, restore, set_aside
+from hftune.atomic import atomic_path, explain_write_errors, set_aside
 from hftune.errors import ConfigError
 from hftune.task import Task
 
@@ -94,14 +94,6 @@ def base_of(task: Task, model: PreTrainedModel) -> tuple[str | None, str | None]
         return task.model, commit
     path = Path(name).expanduser()
     return str(path.absolute()) if path.is_dir() else name, None
-
-
-def restore_export(directory: Path) -> None:
-    """Give the earlier model its name back if a kill interrupted ``export`` between its two renames.
-
-    Only for the process that holds the output folder: see ``readable`` for the others.
-    """
-    restore(directory)
 
 
 def read_about(directory: Path) -> dict[str, Any]:

@@ -43,7 +43,9 @@ def only_writer(folder: Path) -> Iterator[Callable[[], bool]]:
             f"output_dir={folder} cannot be created: {error.strerror}. Set output_dir=... to a different folder."
         ) from error
     lock, owner = FileLock(folder / ".lock", mode=0o666), folder / ".owner"
-    name = f"process {os.getpid()} on {socket.gethostname()}{of_round()}"
+    job, number = present_job(), present_round()
+    of_round = "" if job is None or number is None else f", in round {number} of job {job}"
+    name = f"process {os.getpid()} on {socket.gethostname()}{of_round}"
     try:
         acquire(lock, owner)
     except PermissionError as error:
@@ -84,24 +86,13 @@ def acquire(lock: FileLock, owner: Path) -> None:
     try:
         lock.acquire(timeout=RETURN_S if present_round() else 0)
     except Timeout:
-        before = read_owner(owner)
-        if before is None or not is_of_earlier_round(before):
+        before = read_owner(owner) or ""
+        found = re.search(r", in round (\d+) of job (.+)$", before)
+        if found is None or found[2] != present_job() or int(found[1]) >= (present_round() or 0):
             raise
         print(f"hftune: {before} still holds {lock.lock_file}. This round takes it over.", file=sys.stderr, flush=True)
         Path(lock.lock_file).unlink(missing_ok=True)  # its lock is on the file that was here, ours on the next one
         lock.acquire(timeout=0)
-
-
-def of_round() -> str:
-    """Name the round of this process's elastic job, for the owner of a lock; empty if it has none."""
-    job, number = present_job(), present_round()
-    return "" if job is None or number is None else f", in round {number} of job {job}"
-
-
-def is_of_earlier_round(owner: str) -> bool:
-    """Say whether the owner of a lock was in an earlier round of this process's elastic job."""
-    found = re.search(r", in round (\d+) of job (.+)$", owner)
-    return found is not None and found[2] == present_job() and int(found[1]) < (present_round() or 0)
 
 
 def read_owner(path: Path) -> str | None:

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hftune.atomic import write_text
+from hftune.atomic import restore, write_text
 from hftune.checkpoints.checkpointer import steps
-from hftune.checkpoints.export import read_about, restore_export
+from hftune.checkpoints.export import read_about
 from hftune.checkpoints.lock import only_writer
-from hftune.checkpoints.resume import Start, check_finished, find_start, leads_elsewhere, member, note_begun
+from hftune.checkpoints.resume import Start, check_finished, find_start, member, note_begun
 from hftune.checkpoints.run_folder import OUT_OF_FOLD, PROFILE, REPORT, SAMPLE_IMAGES
 from hftune.checkpoints.train_state import Provenance, RestoredState, TrainState
 from hftune.config import Recipe
@@ -78,6 +78,8 @@ class OutputDir:
         self.is_ours: Callable[[], bool] = lambda: False
         """On the main process that has claimed it: whether it still has the folder, or a later round has taken it over."""
         self._held = ExitStack()
+        self.before_release: Callable[[Callable[[], None]], Any] = self._held.callback
+        """Takes what to call before the folder is released, when no process watches this one any more."""
 
     def __enter__(self) -> OutputDir:
         return self
@@ -96,12 +98,8 @@ class OutputDir:
             self.is_ours = self._held.enter_context(only_writer(self.path))
             self.start = find_start(self.recipe, callbacks=self.callbacks)
 
-    def before_release(self, callback: Callable[[], None]) -> None:
-        """Call this before the folder is released, when no process watches this one any more."""
-        self._held.callback(callback)
-
     def check_finished(self, num_steps: int) -> None:
-        """Refuse to change the recipe of a run that is finished; see ``resume.check_finished``."""
+        """See ``resume.check_finished``."""
         check_finished(self.start, self.recipe, num_steps)
 
     def confirm(self, strategy: Strategy) -> None:
@@ -134,7 +132,10 @@ class OutputDir:
             return RestoredState(TrainState(callbacks=self.callbacks))
         strategy.on_main(lambda: self.check_finished(num_steps))  # ``confirm`` may have found it
         check_commits(path, progress.get("commits", {}), provenance.commits)
-        check_digests(path, progress["digests"], provenance.digests)
+        # Without evaluation from here on (eval.every=never), there are no evaluation data to differ.
+        now = provenance.digests
+        if different := [name for name, digest in progress["digests"].items() if now.get(name, digest) != digest]:
+            raise ConfigError(f"{path} was trained on different {' and different '.join(different)}. resume=never starts over.")
         check_base(path, progress.get("base"), provenance.base)
         try:
             strategy.sharding.load_state((checkpoint.tensors, progress["values"]) if checkpoint else None)
@@ -143,7 +144,12 @@ class OutputDir:
         if checkpoint:
             checkpoint.tensors.clear()  # they take as much memory as model and optimizer
         state = read_state(path, progress["state"])
-        check_step(self.recipe, state, num_steps)
+        if state.step > num_steps:
+            raise ConfigError(
+                f"The checkpoint is of step {state.step}, and train.epochs={self.recipe.train.epochs} with "
+                f"train.max_steps={format_value(self.recipe.train.max_steps)} ends after step {num_steps}. Raise them, "
+                "or set resume=never."
+            )
         # If the task declares the metric's direction, only the metric decides which model is the best.
         declares = self.recipe.declared_direction is not None
         if "eval.metric" in changed or ("eval.greater_is_better" in changed and not declares):
@@ -155,11 +161,12 @@ class OutputDir:
 
     def finished_result(self, strategy: Strategy, state: TrainState, num_steps: int) -> TrainResult | None:
         """Return the result of a run that has no step left to take; None if it has, or never wrote its result. Collective."""
-        return strategy.on_main(self._result) if state.has_ended(num_steps, self.recipe.eval.patience) else None
 
-    def _result(self) -> TrainResult | None:
-        is_there = (self.path / "result.json").is_file() and (self.path / "model").is_dir()
-        return TrainResult.read(self.path) if is_there else None
+        def read() -> TrainResult | None:
+            is_there = (self.path / "result.json").is_file() and (self.path / "model").is_dir()
+            return TrainResult.read(self.path) if is_there else None
+
+        return strategy.on_main(read) if state.has_ended(num_steps, self.recipe.eval.patience) else None
 
     def find_best(self, strategy: Strategy, state: TrainState) -> None:
         """Set the state's best step and value to those of the model in the folder, or to none if it holds none. Collective."""
@@ -180,25 +187,22 @@ class OutputDir:
         kill is better than the one the checkpoint knows of; unless the resumed training would not lead to it. It may be of the
         checkpoint's own step: a request to stop writes one before the evaluation.
         """
-        restore_export(self.path / "model")
+        restore(self.path / "model")
         about = read_about(self.path / "model")
         if about.get("metric") != self.recipe.eval.metric:
             return None
         best = about["step"], about["value"]
         if best == (state.best_step, state.best):
             return best
-        is_ours = self._origin() == self.path.resolve() and not leads_elsewhere(self.start)
-        return best if is_ours and about["step"] >= state.step else None
-
-    def _origin(self) -> Path:
-        """Return the output folder that the checkpoint comes from."""
-        return self.start.checkpoint.path.resolve().parents[1]
+        is_ours = self.start.checkpoint.path.resolve().parents[1] == self.path.resolve()
+        leads_there = all(key == "eval.every" for key in self.start.telling)
+        return best if is_ours and leads_there and about["step"] >= state.step else None
 
     def open(self, state: TrainState) -> None:
         """Bring the folder to where training starts. Main process only; ``start_folder`` removes an earlier run."""
         if state.step == 0:
             start_folder(self.path)
-        elif (origin := self._origin()) != self.path.resolve():
+        elif (origin := self.start.checkpoint.path.resolve().parents[1]) != self.path.resolve():
             for name in HISTORY:
                 (self.path / name).unlink(missing_ok=True)  # of a run that was killed before its first checkpoint
                 if (origin / name).is_file():
@@ -219,7 +223,7 @@ def start_folder(path: Path) -> None:
     if (path / "result.json").exists() or steps(path / "checkpoints"):
         print(f"note: {path} holds an earlier run; this run replaces it.", flush=True)
     for name in ("model", "model_last"):
-        restore_export(path / name)  # a kill may have left it under its other name
+        restore(path / name)  # a kill may have left it under its other name
     for name in (
         "model",
         "model_last",
@@ -266,27 +270,10 @@ def check_commits(path: str, before: Mapping[str, str], now: Mapping[str, str]) 
             )
 
 
-def check_digests(path: str, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Refuse to resume on different data, or raise ConfigError."""
-    # Without evaluation from here on (eval.every=never), there are no evaluation data to differ.
-    if different := [name for name, digest in before.items() if now.get(name, digest) != digest]:
-        raise ConfigError(f"{path} was trained on different {' and different '.join(different)}. resume=never starts over.")
-
-
 def check_base(path: str, before: str | None, now: str | None) -> None:
     """Refuse to go on with adapters on other frozen weights than they were trained on, or raise ConfigError."""
     if before != now:
         raise ConfigError(
             f"{path} holds adapters of another base model: the frozen weights that are loaded now have other values or "
             "another precision. Restore task.model as it was when the run began; resume=never starts over."
-        )
-
-
-def check_step(recipe: Recipe, state: TrainState, num_steps: int) -> None:
-    """Refuse to resume from beyond the end, or raise ConfigError."""
-    if state.step > num_steps:
-        raise ConfigError(
-            f"The checkpoint is of step {state.step}, and train.epochs={recipe.train.epochs} with "
-            f"train.max_steps={format_value(recipe.train.max_steps)} ends after step {num_steps}. Raise them, "
-            "or set resume=never."
         )

@@ -146,11 +146,6 @@ def check_finished(start: Start, recipe: Recipe, num_steps: int) -> None:
         )
 
 
-def leads_elsewhere(start: Start) -> bool:
-    """Return whether repeated steps may lead to different weights, or to a different best model."""
-    return any(key != "eval.every" for key in start.telling)
-
-
 def _named(path: Path, folder: Path) -> Checkpoint:
     if not path.is_dir():
         raise ConfigError(
@@ -184,6 +179,10 @@ def _changes(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, str]:
     recipes = OmegaConf.load(checkpoint.path / "recipe.yaml"), OmegaConf.create(recipe.to_yaml())
     old, new = (flat(OmegaConf.to_container(either)) for either in recipes)
     rules = {key: resume_rule(key, type(recipe.task)) for key in {**old, **new}}
+
+    def is_same(one: Any, other: Any) -> bool:  # a key that a task did not have before is None, and may now be empty
+        return one == other or (one in (None, []) and other in (None, []))
+
     unread = {
         key
         for key, (described, *_) in all_keys(type(recipe.task)).items()
@@ -192,7 +191,7 @@ def _changes(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, str]:
     if old.get("adapter.type") is new.get("adapter.type") is None:  # the others mean nothing
         unread |= {key for key in rules if key.startswith("adapter.")}
     differing = [
-        key for key, rule in rules.items() if rule != "own" and key not in unread and not _is_same(old.get(key), new.get(key))
+        key for key, rule in rules.items() if rule != "own" and key not in unread and not is_same(old.get(key), new.get(key))
     ]
     texts = {key: f"{key}={_spell(new, key)} (it was {_spell(old, key)})" for key in differing}
     pins = {f"{key}_revision" for key in checkpoint.progress.get("commits", {})}  # compared once data and model are loaded
@@ -216,11 +215,6 @@ def check_skip(checkpoint: Checkpoint, old: Sequence[int], new: Sequence[int]) -
         f"step {past[0]} was {was}. Change only what comes after step {checkpoint.step}; or resume from a checkpoint before "
         f"step {past[0]}: resume=FOLDER/checkpoints/step_..., with a different output_dir."
     )
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two values say the same. A key that a task did not have before is None, and may now be empty."""
-    return one == other or (one in (None, []) and other in (None, []))
 
 
 def _spell(values: Mapping[str, Any], key: str) -> str:

@@ -71,11 +71,8 @@ class TrainState:
 
     def has_ended(self, num_steps: int, patience: int | None) -> bool:
         """Say whether no step is left, ``eval.patience`` is exhausted, or a callback has ended the training."""
-        return self.step == num_steps or self.is_out_of(patience) or self.ended_by is not None
-
-    def is_out_of(self, patience: int | None) -> bool:
-        """Say whether ``eval.patience`` is exhausted."""
-        return patience is not None and self.evaluations_since >= patience
+        is_out = patience is not None and self.evaluations_since >= patience
+        return self.step == num_steps or is_out or self.ended_by is not None
 
     def forget_best(self) -> None:
         """Look for the best model from here on, starting with an evaluation of this step if one is due."""

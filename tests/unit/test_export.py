@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hftune import ConfigError, Task, TrainingError
-from hftune.atomic import write_text
-from hftune.checkpoints.export import export, read, readable, restore_export
+from hftune.atomic import restore, write_text
+from hftune.checkpoints.export import export, read, readable
 from hftune.inference import load_export
 
 
@@ -53,7 +53,7 @@ def test_failed_export_leaves_the_earlier_one_untouched(tmp_path):
 def test_kill_between_the_two_renames_is_undone(tmp_path):
     export(Saver("first"), nn.Identity(), tmp_path / "model")
     (tmp_path / "model").rename(tmp_path / ".model.replaced")  # where a kill would have left it
-    restore_export(tmp_path / "model")
+    restore(tmp_path / "model")
     assert contents(tmp_path) == {"model/config.json": "first", "model/weights/part1": "first"}
 
 
