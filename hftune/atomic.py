@@ -38,9 +38,19 @@ def atomic_path(path: Path, is_shared: bool = False) -> Iterator[Path]:
     try:
         yield temporary
         if temporary.is_dir():
-            _follow_umask(temporary)
-            flush_folder(temporary)
-            _replace_folder(temporary, path)
+            mode = temporary.stat().st_mode & 0o666
+            everything = sorted(temporary.rglob("*"))
+            for file in everything:
+                if file.is_file() and not file.is_symlink():  # safetensors (0.8) keeps its files to their owner
+                    file.chmod(file.stat().st_mode | mode)
+            for each in [*everything, temporary]:
+                flush(each)
+            restore(path)
+            if path.exists():
+                path.rename(set_aside(path))
+            temporary.rename(path)
+            flush(path.parent)
+            remove(set_aside(path))
         else:
             if not is_shared:
                 flush(temporary)
@@ -48,23 +58,6 @@ def atomic_path(path: Path, is_shared: bool = False) -> Iterator[Path]:
     except BaseException:
         remove(temporary)
         raise
-
-
-def _follow_umask(folder: Path) -> None:
-    """Let those read the files of a new folder who may read the folder itself: safetensors (0.8) keeps them to their owner."""
-    mode = folder.stat().st_mode & 0o666
-    for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink():
-            path.chmod(path.stat().st_mode | mode)
-
-
-def _replace_folder(temporary: Path, path: Path) -> None:
-    restore(path)
-    if path.exists():
-        path.rename(set_aside(path))
-    temporary.rename(path)
-    flush(path.parent)
-    remove(set_aside(path))
 
 
 def set_aside(path: Path) -> Path:
@@ -98,12 +91,6 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def flush_folder(folder: Path) -> None:
-    """Wait until everything in a folder is on the disk."""
-    for path in [*sorted(folder.rglob("*")), folder]:
-        flush(path)
 
 
 @contextmanager

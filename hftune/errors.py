@@ -88,16 +88,11 @@ def format_value(value: Any) -> str:
     if isinstance(value, str):
         if value.isprintable() and not set("'\\") & set(value):
             return f"'{value}'"
-        return f'"{"".join(map(_escaped, value))}"'  # YAML's escapes are Python's
+        escapes = {'"': '\\"', "\\": "\\\\"}  # YAML's others are Python's
+        return f'"{"".join(escapes.get(x) or (x if x.isprintable() else x.encode("unicode_escape").decode()) for x in value)}"'
     if isinstance(value, float) and not math.isfinite(value):
         return {"nan": ".nan", "inf": ".inf", "-inf": "-.inf"}[repr(value)]
     return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
-
-
-def _escaped(letter: str) -> str:
-    if letter == '"':
-        return '\\"'
-    return letter if letter.isprintable() and letter != "\\" else letter.encode("unicode_escape").decode()
 
 
 def is_number(value: Any) -> bool:

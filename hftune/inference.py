@@ -57,13 +57,9 @@ class TrainedModel:
                 with torch.no_grad():
                     rows = self.recipe.task.predict(self.model, list(inputs[start : start + batch_size]), **options)
             except DataError as error:  # whose index counts from the start of the batch
-                raise DataError(count_from(start, str(error))) from error
+                found = re.match(r"Input (\d+)", text := str(error))
+                raise DataError(f"Input {start + int(found[1])}{text[found.end() :]}" if found else text) from error
             yield from rows
-
-
-def count_from(start: int, message: str) -> str:
-    """Add ``start`` to the index of the input at the beginning of a message."""
-    return re.sub(r"^Input (\d+)", lambda match: f"Input {start + int(match[1])}", message)
 
 
 def load_model(directory: str | Path, device: str | torch.device | None = None, *, trust_code: bool = False) -> TrainedModel:

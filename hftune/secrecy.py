@@ -32,13 +32,13 @@ HIDDEN = "..."
 
 def without_secrets(text: str) -> str:
     """Return a text with ``...`` for each secret: https://me:...@host/x?sig=..."""
+
+    def hidden(match: re.Match[str]) -> str:
+        return match[0] if not _REFERENCE.sub("", match[1]) else match[0].removesuffix(match[1]) + HIDDEN
+
     for form in _FORMS:
-        text = form.sub(_hidden, text)
+        text = form.sub(hidden, text)
     return text
-
-
-def _hidden(match: re.Match[str]) -> str:
-    return match[0] if not _REFERENCE.sub("", match[1]) else match[0].removesuffix(match[1]) + HIDDEN
 
 
 def keys_with_secrets(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -34,20 +34,17 @@ def hashes_of(modules: Iterable[str]) -> dict[str, str]:
 def _file_of(module: str) -> Path | None:
     """Return the file of a module of the user's; None for others, and for what is no file, such as a notebook."""
     top, _, rest = module.partition(".")
+    roots = [PACKAGE, *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))]
     for name in (top, module) if rest else (top,):  # the first is enough to know an installed package by
         origin = getattr(sys.modules.get(name), "__file__", None)
         if origin is None:
             with suppress(Exception, SystemExit):  # it imports the packages around a module
                 origin = getattr(find_spec(name), "origin", None)
         path = Path(origin or "").resolve()
-        if origin is not None and (not path.is_file() or _is_installed(path)):
+        is_installed = any(map(path.is_relative_to, roots)) or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+        if origin is not None and (not path.is_file() or is_installed):
             return None
     return path if origin is not None else None
-
-
-def _is_installed(path: Path) -> bool:
-    roots = [PACKAGE, *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))]
-    return any(path.is_relative_to(root) for root in roots) or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
 
 
 def _imported(module: str, path: Path) -> Iterator[str]:

@@ -105,13 +105,9 @@ This page is generated from the code by `make docs`.
 
 def _page(title: str, section: str, type_: type) -> str:
     described = keys_of(type_, section).values()
-    rows = [f"| `{each.name}` | `{_default(each)}` | {_cell(each.text)} |" for each in described]
+    rows = [f"| `{each.name}` | `{_default(each)}` | {_escape(each.text).replace('|', chr(92) + '|')} |" for each in described]
     intro = _escape(inspect.cleandoc(type_.__doc__ or ""))
     return "\n".join([f"## {title}\n", f"{intro}\n", "| key | default | description |", "|---|---|---|", *rows, ""])
-
-
-def _cell(text: str) -> str:
-    return _escape(text).replace("|", r"\|")
 
 
 def _escape(text: str) -> str:

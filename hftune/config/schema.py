@@ -43,24 +43,26 @@ BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "
 
 def schema() -> dict[str, Any]:
     """Return the schema of a recipe file."""
+    base = "Recipe to build on: the name of a shipped one, or the path of a file."
+    replace = "Keys or whole sections that are not inherited from the base, such as task.model_config."
+    of_files = {
+        "base": _choice(recipe_names(), r"\.ya?ml$") | {"description": base},
+        "replace": {"type": ["array", "null"], "items": {"type": "string"}, "description": replace},
+    }
+    # Whatever its type; the keys of each type are in "definitions".
+    any_task = {"type": ["object", "null"], "description": "What is learned.", "properties": _task_type()}
+    named = {"required": ["task"], "properties": {"task": {"type": "object", "required": ["type"]}}}
+    has_a_task = {"if": {"not": {"required": ["base"]}}, "then": named}
     sections = {name: _section(type_, name) for name, type_ in SECTIONS.items()}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "description": "A recipe of hftune.",
         "type": "object",
-        "properties": {**_of_files(), **_properties(RunConfig), "task": _any_task(), **sections},
+        "properties": {**of_files, **_properties(RunConfig), "task": any_task, **sections},
         "additionalProperties": False,
-        "allOf": [_has_a_task(), *_each_task()],
+        "allOf": [has_a_task, *_each_task()],
         "definitions": {name: _section(type_, "task", _task_type()) for name, type_ in task_types().items()},
     }
-
-
-def recipes_by_task() -> dict[str, list[str]]:
-    """Return the names of the shipped recipes, by their ``task.type``."""
-    found: dict[str, list[str]] = {name: [] for name in task_types()}
-    for name in recipe_names():
-        found[task_of(name)].append(name)
-    return found
 
 
 def metrics(type_: type) -> list[str]:
@@ -79,33 +81,9 @@ def task_of(recipe: str | Path) -> str:
         return ""
 
 
-def _of_files() -> dict[str, Any]:
-    """The keys that only a recipe file has."""
-    names, path = recipe_names(), r"\.ya?ml$"
-    return {
-        "base": _choice(names, path) | {"description": "Recipe to build on: the name of a shipped one, or the path of a file."},
-        "replace": {
-            "type": ["array", "null"],
-            "items": {"type": "string"},
-            "description": "Keys or whole sections that are not inherited from the base, such as task.model_config.",
-        },
-    }
-
-
 def _task_type() -> dict[str, Any]:
     text = "What is learned: a task of hftune, or the dotted path of your own class."
     return {"type": _choice([*task_types()], DOTTED) | {"description": text}}
-
-
-def _any_task() -> dict[str, Any]:
-    """The section ``task``, whatever its type. The keys of each type are in ``definitions``."""
-    return {"type": ["object", "null"], "description": "What is learned.", "properties": _task_type()}
-
-
-def _has_a_task() -> dict[str, Any]:
-    """Without a base, a recipe has to name its task."""
-    named = {"required": ["task"], "properties": {"task": {"type": "object", "required": ["type"]}}}
-    return {"if": {"not": {"required": ["base"]}}, "then": named}
 
 
 def _each_task() -> list[dict[str, Any]]:
@@ -113,7 +91,10 @@ def _each_task() -> list[dict[str, Any]]:
     no_type = {"not": {"type": "object", "required": ["type"]}}
     known: dict[str, Any] = {}
     rules = []
-    for name, recipes in recipes_by_task().items():
+    recipes_of: dict[str, list[str]] = {name: [] for name in task_types()}
+    for recipe in recipe_names():
+        recipes_of[task_of(recipe)].append(recipe)
+    for name, recipes in recipes_of.items():
         typed = {"type": "object", "properties": {"type": {"const": name}}, "required": ["type"]}
         is_typed = {"properties": {"task": typed}, "required": ["task"]}
         inherits = {"properties": {"task": no_type, "base": {"enum": recipes}}, "required": ["base"]}

@@ -45,19 +45,18 @@ def convert(value: Any, hint: Any = Any, is_resolved: bool = False) -> Any:
         if {types.NoneType, Any} & {*kinds}:
             return None
         raise WrongType
-    errors = []
-    for kind in sorted(kinds, key=lambda kind: not _is_exact(value, kind)):
+    errors, plain = [], value.value if isinstance(value, Written) else value
+
+    def is_exact(kind: Any) -> bool:
+        return kind is Any or (get_origin(kind) is not Literal and isinstance(plain, get_origin(kind) or kind))
+
+    for kind in sorted(kinds, key=is_exact, reverse=True):
         if kind is not types.NoneType:
             try:
                 return _convert(value, kind, is_resolved)
             except WrongType as error:
                 errors.append(error)
     raise next((error for error in errors if error.args), errors[0])
-
-
-def _is_exact(value: Any, kind: Any) -> bool:
-    plain = value.value if isinstance(value, Written) else value
-    return kind is Any or isinstance(plain, get_origin(kind) or kind) if get_origin(kind) is not Literal else False
 
 
 def _convert(value: Any, kind: Any, is_resolved: bool) -> Any:
@@ -78,7 +77,11 @@ def _convert(value: Any, kind: Any, is_resolved: bool) -> Any:
             return [convert(item, Any, is_resolved) for item in value]
         return str(number) if isinstance(number, Path) else number
     if origin is bool:
-        return _boolean(number)
+        if isinstance(number, str) and number.lower() in _BOOLEANS:
+            return _BOOLEANS[number.lower()]
+        if isinstance(number, bool):
+            return number
+        raise WrongType
     if origin in (int, float):
         return _number(number, origin)
     if origin in (list, tuple) and isinstance(value, (list, tuple)):
@@ -110,14 +113,6 @@ def _text(value: Any, is_resolved: bool) -> str:
         if is_resolved:
             return str(value)
         raise WrongType("this key takes a text. Quote it.")
-    raise WrongType
-
-
-def _boolean(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.lower() in _BOOLEANS:
-        return _BOOLEANS[value.lower()]
     raise WrongType
 
 
