@@ -18,7 +18,6 @@ from hftune.checkpoints.export import read_about
 from hftune.checkpoints.output_dir import check_base
 from hftune.checkpoints.run_folder import check_checkpoint, check_model
 from hftune.config import Recipe, TrackConfig
-from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.session import Session
 from hftune.errors import ConfigError
 from hftune.evaluation import Evaluation
@@ -80,7 +79,13 @@ def evaluate(
         session.progress.stage("loading data and model")
         if checkpoint is None:
             check_model(model)
-        saved = None if checkpoint is None else read_checkpoint(checkpoint)
+        saved = None
+        if checkpoint is not None and session.info.is_main:
+            check_checkpoint(checkpoint)
+            try:
+                saved = open_checkpoint(checkpoint)
+            except BrokenCheckpoint as error:
+                raise ConfigError(f"--checkpoint {checkpoint} is not a readable checkpoint: {error}.") from error
         # A finished model first: it brings its tokenizer along, which would otherwise be trained again.
         built = load_export(recipe.task, model) if checkpoint is None else None
         datasets = load_datasets(recipe)
@@ -113,26 +118,6 @@ def evaluate(
     return score
 
 
-def weights_of(saved: Checkpoint, strategy: Strategy) -> SavedState:
-    """Return what the training evaluated: its moving average, or what its optimizer needs to average the weights."""
-    model = {**saved.tensors["model"], **saved.tensors.get("ema", {})}
-    if averages_itself(strategy.sharding.bare_optimizer):
-        options = {name: value for name, value in saved.progress["values"].items() if name.startswith("optimizer")}
-        return {"model": model, "optimizer": saved.tensors["optimizer"]}, options
-    return {"model": model, "optimizer": {}}, {}
-
-
-def read_checkpoint(path: Path) -> Checkpoint | None:
-    """On the main process: verify and read a checkpoint, or raise ConfigError."""
-    if not ProcessInfo.from_environment().is_main:
-        return None
-    check_checkpoint(path)
-    try:
-        return open_checkpoint(path)
-    except BrokenCheckpoint as error:
-        raise ConfigError(f"--checkpoint {path} is not a readable checkpoint: {error}.") from error
-
-
 def load_weights(strategy: Strategy, path: Path, saved: Checkpoint | None, digests: dict[str, str], base: str | None) -> None:
     """Give the model the weights of a checkpoint, which the main process has read. Collective.
 
@@ -147,7 +132,14 @@ def load_weights(strategy: Strategy, path: Path, saved: Checkpoint | None, diges
     trained_on = strategy.broadcast(saved and saved.progress["digests"]["train data"])
     if trained_on != digests["train data"]:
         raise ConfigError(f"--checkpoint {path} was trained on different training data. Give the recipe of its run.")
+    state: SavedState | None = None
+    if saved is not None:
+        # What the training evaluated: its moving average, or what its optimizer needs to average the weights
+        state = {"model": {**saved.tensors["model"], **saved.tensors.get("ema", {})}, "optimizer": {}}, {}
+        if averages_itself(strategy.sharding.bare_optimizer):
+            options = {name: value for name, value in saved.progress["values"].items() if name.startswith("optimizer")}
+            state = {"model": state[0]["model"], "optimizer": saved.tensors["optimizer"]}, options
     try:
-        strategy.sharding.load_state(None if saved is None else weights_of(saved, strategy))
+        strategy.sharding.load_state(state)
     except ValueError as error:
         raise ConfigError(f"--checkpoint {path} belongs to a different model: {error}.") from error

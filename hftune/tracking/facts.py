@@ -64,18 +64,15 @@ def command() -> str:
 
 def git_state() -> dict[str, Any] | None:
     """Return commit and is_dirty of the repository that the current folder is in; None without git or a commit."""
-    if (commit := _git("rev-parse", "HEAD")) is None:
-        return None
-    return {"commit": commit, "is_dirty": bool(_git("status", "--porcelain", "--untracked-files=no"))}
-
-
-def _git(*words: str) -> str | None:
-    try:
-        ask = ["git", "--no-optional-locks", *words]
-        found = subprocess.run(ask, capture_output=True, text=True, errors="replace", timeout=GIT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.strip()
+    said = []
+    for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no")):
+        try:
+            ask = ["git", "--no-optional-locks", *words]
+            found = subprocess.run(ask, capture_output=True, text=True, errors="replace", timeout=GIT_S, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        said.append(found.stdout.strip())
+    return {"commit": said[0], "is_dirty": bool(said[1])}
 
 
 def hardware(device: torch.device) -> dict[str, Any]:

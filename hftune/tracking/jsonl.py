@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hftune.atomic import GrowingFile, explain_write_errors, write_lines, write_text
+from hftune.atomic import explain_write_errors, write_lines
 
 
 def strict_json(value: Any, **settings: Any) -> str:
@@ -23,18 +23,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def line_file(path: Path, lines: Iterable[Mapping[str, Any]] = ()) -> GrowingFile:
-    """Replace the contents of a file by ``lines``, and return it to append ``json_line``s to them."""
-    with explain_write_errors(path):
-        write_text(path, "".join(strict_json(line) + "\n" for line in lines))
-        return GrowingFile(path)
-
-
-def json_line(line: Mapping[str, Any]) -> bytes:
-    """Return a line of a file of JSON lines."""
-    return f"{strict_json(line)}\n".encode()
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], tick: Callable[[], None]) -> None:

@@ -103,7 +103,7 @@ class MlflowRun(TrackerBackend):
 
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)
-        self.uri = tracking_uri()
+        self.uri, self._folder = tracking_uri(), Path(recipe.output_dir)
         self.client = _connect(self.uri)
         self._params: Mapping[str, str] = {}  # that the run has, and cannot change
         self._known: set[tuple[str, int]] = set()  # names and steps of metrics that it had before, and of best/
@@ -225,11 +225,10 @@ class MlflowRun(TrackerBackend):
         for start in range(0, max(len(new), len(listed)), MAX_BATCH):
             batch = slice(start, start + MAX_BATCH)
             self.client.log_batch(self.run_id, params=new[batch], tags=listed[batch])
-        for name in ("recipe.yaml", "run.json"):
-            self._send_file(name)
+        self._send_files("recipe.yaml", "run.json")
 
-    def _send_file(self, name: str) -> None:
-        if (path := self._path(name)).is_file():
+    def _send_files(self, *names: str) -> None:
+        for path in filter(Path.is_file, map(self._folder.joinpath, names)):
             self.client.log_artifact(self.run_id, str(path))
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
@@ -268,15 +267,14 @@ class MlflowRun(TrackerBackend):
         from hftune.tracking.mlflow_model import log_model, register
 
         best: Mapping[str, Any] = {}
-        if self._path("result.json").is_file():  # not of an evaluation
-            best = TrainResult.read(self._path("")).best
+        if (self._folder / "result.json").is_file():  # not of an evaluation
+            best = TrainResult.read(self._folder).best
         if "metric" in best:
             self.log_best(best["step"], best["metric"], best["value"])
-        for name in FILES:
-            self._send_file(name)
+        self._send_files(*FILES)
         sources = {}
         for name in MODELS[self.recipe.track.upload]:
-            if self._path(name).is_dir():  # there is no model_last if the last one is the best
+            if (self._folder / name).is_dir():  # there is no model_last if the last one is the best
                 with self._reported(f"The {name} of run {self.run_id} was not logged to MLflow"):
                     sources[name] = log_model(self.recipe, self.run_id, self.uri, name)
         if (name := self.recipe.track.register) and "model" in sources:
@@ -290,7 +288,7 @@ class MlflowRun(TrackerBackend):
         try:
             yield
         except Exception as error:  # of transformers, of MLflow, or of the task's own examples and answers
-            print(warning(f"{what}: {reason(error)}. The model itself is intact, in {self._path('model')}."), flush=True)
+            print(warning(f"{what}: {reason(error)}. The model itself is intact, in {self._folder / 'model'}."), flush=True)
 
     def finish(self, status: Status) -> None:
         """Send what is left, close the run, and say where a finished one can be seen."""
@@ -314,9 +312,6 @@ class MlflowRun(TrackerBackend):
             self.client.log_batch(self.run_id, metrics=[*batch.values()])
             for key in batch:
                 del self._unsent[key]
-
-    def _path(self, name: str) -> Path:
-        return Path(self.recipe.output_dir) / name
 
 
 def _clean(name: str) -> str:

@@ -70,20 +70,18 @@ class Profiler(Callback):
             return
         with self.paused(), self._outliving_failures("written"):
             profile.stop()
-            if self._steps:
-                self._write(profile)
-
-    def _write(self, profile: Any) -> None:
-        steps = f"{self._steps[0]}-{self._steps[-1]}"
-        trace, table = (self.folder / f"steps_{steps}_process{self.rank}.{kind}" for kind in ("json.gz", "txt"))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        by = "self_cuda_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
-        table.write_text(profile.key_averages().table(sort_by=by, row_limit=SHOWN_OPERATORS), encoding="utf-8")
-        profile.export_chrome_trace(str(trace))
-        if self.rank == 0:
-            profiled = f"Steps {self._steps[0]} to {self._steps[-1]} were profiled: open {trace} at {VIEWER}"
-            listed = f"{table.name} beside it lists the operators that took longest"
-            print(note(f"{profiled}; {listed}. Each process has its own."), flush=True)
+            if not self._steps:
+                return
+            steps = f"{self._steps[0]}-{self._steps[-1]}"
+            trace, table = (self.folder / f"steps_{steps}_process{self.rank}.{kind}" for kind in ("json.gz", "txt"))
+            self.folder.mkdir(parents=True, exist_ok=True)
+            by = "self_cuda_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+            table.write_text(profile.key_averages().table(sort_by=by, row_limit=SHOWN_OPERATORS), encoding="utf-8")
+            profile.export_chrome_trace(str(trace))
+            if self.rank == 0:
+                profiled = f"Steps {self._steps[0]} to {self._steps[-1]} were profiled: open {trace} at {VIEWER}"
+                listed = f"{table.name} beside it lists the operators that took longest"
+                print(note(f"{profiled}; {listed}. Each process has its own."), flush=True)
 
     @contextmanager
     def _outliving_failures(self, what: str) -> Iterator[None]:

@@ -61,7 +61,13 @@ class Throughput(Callback):
     def on_step(self, step: Step) -> None:
         self.seconds += step.seconds
         if step.loss is not None:
-            self.count(step)
+            self.steps += 1
+            self.samples += step.num_samples
+            if self.lengths is not None:
+                lengths_B = np.concatenate([self.lengths[micro_batch.samples] for micro_batch in step.micro_batches])
+                self.tokens += int(lengths_B.sum())
+                self.padded += sum(micro_batch.tokens for micro_batch in step.micro_batches)
+                self.flops += 0.0 if self.arithmetic is None else self.arithmetic.flops(lengths_B, step.num_items)
         if step.is_logged:
             for values in (self.rates(), *(take() for take in self.others)):
                 for name, value in values.items():
@@ -69,18 +75,6 @@ class Throughput(Callback):
 
     def on_checkpoint(self, checkpoint: CheckpointDone) -> None:
         self.checkpoint_s += checkpoint.waited_s
-
-    def count(self, step: Step) -> None:
-        """Add one global batch."""
-        self.steps += 1
-        self.samples += step.num_samples
-        if self.lengths is None:
-            return
-        lengths_B = np.concatenate([self.lengths[micro_batch.samples] for micro_batch in step.micro_batches])
-        self.tokens += int(lengths_B.sum())
-        self.padded += sum(micro_batch.tokens for micro_batch in step.micro_batches)
-        if self.arithmetic is not None:
-            self.flops += self.arithmetic.flops(lengths_B, step.num_items)
 
     def rates(self) -> dict[str, float]:
         """Return seconds a step, and samples and tokens (padding not counted) a second since the last call; padding; and mfu.

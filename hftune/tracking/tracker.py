@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hftune.atomic import GrowingFile, explain_write_errors, write_lines
 from hftune.callbacks import Begin, Callback, CheckpointDone, End, EvaluationDone, Failure, Log
 from hftune.config.importing import import_named
 from hftune.config.keys import is_dotted
@@ -20,7 +21,7 @@ from hftune.distributed.rounds import agents_word
 from hftune.errors import ConfigError
 from hftune.tracking.backend import EarlierRun, Status, TrackerBackend
 from hftune.tracking.console import is_number, warning
-from hftune.tracking.jsonl import finite, json_line, line_file, read_lines
+from hftune.tracking.jsonl import finite, read_lines, strict_json
 from hftune.tracking.lane import Lane
 from hftune.tracking.summary import describe_best
 
@@ -163,7 +164,9 @@ class Tracker(Callback):
         lines, awaits_evaluation = read_lines(self.path) if step else [], step > 0 and self._awaits_evaluation()
         last = {False: step, True: step - awaits_evaluation}  # by whether a line is of an evaluation
         lines = [line for line in lines if line["step"] <= last["eval/loss" in line] and "test/loss" not in line]
-        self.file = line_file(self.path, lines)
+        with explain_write_errors(self.path):
+            write_lines(self.path, (f"{strict_json(line)}\n" for line in lines))
+            self.file = GrowingFile(self.path)
         config = {**self.recipe.to_dict(), "run": dict(facts)}
         for name in self.recipe.track.with_:
             try:
@@ -184,7 +187,7 @@ class Tracker(Callback):
         if epoch is not None:  # rounded as in the file, from which a resumed run sends the trackers what they lack
             values = {"epoch": round(epoch, 6), **values}
         values = finite(values)
-        self.file.append(json_line({"step": step, **values}))
+        self.file.append(f"{strict_json({'step': step, **values})}\n".encode())
         self._do("log", step, {name: value for name, value in values.items() if is_number(value)})
 
     def show(

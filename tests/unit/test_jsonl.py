@@ -6,7 +6,7 @@ import math
 import pytest
 
 from hftune.replay.run_record import read_log, read_predictions
-from hftune.tracking.jsonl import json_line, line_file, read_lines, strict_json
+from hftune.tracking.jsonl import read_lines, strict_json
 
 
 def test_numbers_that_json_does_not_have_become_null_however_deep_they_lie():
@@ -17,13 +17,6 @@ def test_numbers_that_json_does_not_have_become_null_however_deep_they_lie():
         "name": "a",
         "none": None,
     }
-
-
-def test_a_line_with_a_nested_number_that_is_not_finite_is_written(tmp_path):
-    file = line_file(tmp_path / "lines.jsonl")
-    file.append(json_line({"eval/by_class": [math.nan]}))
-    file.close()
-    assert (tmp_path / "lines.jsonl").read_text() == '{"eval/by_class": [null]}\n'
 
 
 def test_a_torn_line_is_passed_over_by_every_reader(tmp_path):
