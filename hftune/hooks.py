@@ -79,7 +79,7 @@ class Hooks:
         """
         return self.inputs(batch)
 
-    # training.py, tracking/printout.py, checkpoints: what is said before training, and what a resumed run must have
+    # training.py, tracking/summary.py, checkpoints: what is said before training, and what a resumed run must have
     settled_fields: ClassVar[Sequence[str]] = ()
     """Fields that are null in a recipe until ``datasets`` sets them, once: a resumed run takes them from recipe.yaml."""
 

@@ -237,7 +237,7 @@ def needing(type_: type, chooser: str) -> dict[str, Sequence[str]]:
 
 def problems_of(section: Any, name: str) -> Iterator[str]:
     """Yield what is wrong with the values of a section or a task, one sentence for each, as far as the keys' rules say it."""
-    for field_name, described in keys_of(type(section), name).items():
+    for field_name, described in keys_of(type(section), name).items():  # type: ignore[arg-type]  # mypy takes the class for its instance
         value = getattr(section, field_name)
         if (problem := described.problem(value)) is not None:
             yield problem

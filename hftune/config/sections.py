@@ -246,7 +246,7 @@ class TrainConfig(Section):
             if not group.keys() & {"lr", "weight_decay"}:
                 yield f"{name} sets neither lr nor weight_decay."
             for word in [word for word in group if word in ("lr", "weight_decay")]:
-                rule, value = keys_of(type(self), "train")[word].rule, group[word]
+                rule, value = keys_of(type(self), "train")[word].rule, group[word]  # type: ignore[arg-type]
                 if isinstance(value, bool) or not isinstance(value, (int, float)):
                     yield f"{name}.{word}={format_value(value)} is not a number, such as 1e-4."
                 elif not rule.holds(value):

@@ -38,7 +38,7 @@ from hftune.strategies.base import StepBatch, StepReport, Strategy
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.sharding import SavedState, model_tensors
 from hftune.task import Task
-from hftune.tracking.hardware import hardware
+from hftune.tracking.facts import hardware
 
 Look = Callable[["Replayer", StepBatch, StepReport], None]
 
