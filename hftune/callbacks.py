@@ -320,24 +320,22 @@ class Callbacks:
             try:
                 getattr(callback, event)(record)
             except Exception as error:
-                if not callback.must_not_fail or event == "on_failure":
-                    self._leave_alone(callback, event, error)
-                elif keep:
+                if callback.must_not_fail and event != "on_failure":
+                    if not keep:
+                        raise
                     self._kept = error
-                else:
-                    raise
+                    continue
+                for listening in self._listening.values():
+                    if callback in listening:
+                        listening.remove(callback)
+                name = f"{type(callback).__module__}.{type(callback).__qualname__}"
+                said = f"{name}.{event} failed: {first_line(error)}. It is not called again; training continues."
+                print(f"warning: {said}", flush=True)
 
     def raise_kept(self) -> None:
         """Raise what a callback that must not fail has raised in the thread that writes checkpoints, if anything."""
         if self._kept is not None:
             raise self._kept
-
-    def _leave_alone(self, callback: Callback, event: str, error: Exception) -> None:
-        for listening in self._listening.values():
-            if callback in listening:
-                listening.remove(callback)
-        name = f"{type(callback).__module__}.{type(callback).__qualname__}"
-        print(f"warning: {name}.{event} failed: {first_line(error)}. It is not called again; training continues.", flush=True)
 
 
 def make_callbacks(named: Sequence[str | Mapping[str, Any]]) -> list[Callback]:

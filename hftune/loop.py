@@ -43,8 +43,10 @@ def fit(run: Run) -> None:
             run.strategy.progress.stage(f"step {run.state.step + 1}")
             run.callbacks.tell("on_step_begin", StepBegin(run.state.step + 1))
             batch = next(batches)
-            if batch is None:
-                skip_step(run)
+            if batch is None:  # as train.skip says; its loss is in no line
+                place = run.state.advance()
+                tell_step(run, place, is_last=run.has_ended())
+                finish_step(run)
             else:
                 take_step(run, batch)
             with run.clock.paused():
@@ -80,13 +82,6 @@ def take_step(run: Run, batch: StepBatch) -> None:
             log(run, {})
         interrupt(run)
     finish_step(run, values, report.asks.checkpoint)
-
-
-def skip_step(run: Run) -> None:
-    """Take no step, as ``train.skip`` says, and evaluate and save if it is time to. Its loss is in no line. Collective."""
-    place = run.state.advance()
-    tell_step(run, place, is_last=run.has_ended())
-    finish_step(run)
 
 
 def tell_step(run: Run, place: tuple[int, int], report: StepReport | None = None, **values: Any) -> None:

@@ -98,7 +98,19 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _verify(path: Path) -> dict[str, Any]:
-    manifest = _manifest(path)
+    if not (path / "manifest.json").is_file():
+        raise BrokenCheckpoint("manifest.json is missing")
+    try:
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        digest = manifest.pop("sha256")
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise BrokenCheckpoint(f"manifest.json cannot be read ({type(error).__name__})") from error
+    if manifest.get("format") != FORMAT:
+        raise BrokenCheckpoint(
+            f"its format is {manifest.get('format')!r}, and this hftune reads format {FORMAT}: a different version wrote it"
+        )
+    if digest != _digest(manifest):
+        raise BrokenCheckpoint("manifest.json has changed since it was written (its SHA-256 differs)")
     if not isinstance(manifest.get("files"), dict) or not isinstance(manifest.get("step"), int):
         raise BrokenCheckpoint("manifest.json lists no files or no step: hftune did not write it")
     for name, expected in manifest["files"].items():
@@ -119,24 +131,6 @@ def _verify(path: Path) -> dict[str, Any]:
 def tensor_hashes(files: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Return the SHA-256 of each group of tensors from the ``files`` of a manifest: ``{"model": ..., "optimizer": ...}``."""
     return {Path(name).stem: about["sha256"] for name, about in sorted(files.items()) if name.endswith(".safetensors")}
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    file = path / "manifest.json"
-    if not file.is_file():
-        raise BrokenCheckpoint("manifest.json is missing")
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-        digest = manifest.pop("sha256")
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-        raise BrokenCheckpoint(f"manifest.json cannot be read ({type(error).__name__})") from error
-    if manifest.get("format") != FORMAT:
-        raise BrokenCheckpoint(
-            f"its format is {manifest.get('format')!r}, and this hftune reads format {FORMAT}: a different version wrote it"
-        )
-    if digest != _digest(manifest):
-        raise BrokenCheckpoint("manifest.json has changed since it was written (its SHA-256 differs)")
-    return manifest
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

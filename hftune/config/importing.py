@@ -44,18 +44,17 @@ def find_beside(key: str, name: str, folders: Iterable[Path]) -> None:
             sys.path.append(str(folder.resolve()))
             importlib.invalidate_caches()
         beside = next((path for path in (folder / f"{top}.py", folder / top / "__init__.py") if path.is_file()), None)
-        if beside is not None and not _is_same(found := _origin(top), beside):
+        if beside is None:
+            continue
+        if (loaded := sys.modules.get(top)) is not None:
+            found = getattr(loaded, "__file__", None) or "a built-in module"
+        else:
+            spec = importlib.util.find_spec(top)
+            found = (spec and spec.origin) or "nothing"
+        if not _is_same(found, beside):
             raise ConfigError(
                 f"{key}={name}: {beside} is next to the recipe, but Python imports {found} as {top}. Rename your module."
             )
-
-
-def _origin(module: str) -> str:
-    """Return the file that a top-level module was or would be imported from."""
-    if (loaded := sys.modules.get(module)) is not None:
-        return getattr(loaded, "__file__", None) or "a built-in module"
-    spec = importlib.util.find_spec(module)
-    return (spec and spec.origin) or "nothing"
 
 
 def _is_same(one: str | Path, other: str | Path) -> bool:

@@ -85,7 +85,11 @@ class Lane:
             try:
                 getattr(self.backend, method)(*args)
             except BaseException as error:  # whatever a tracker's package raises: sys.exit, too, would end the thread
-                self._warn(method, error)
+                if method not in self._warned and not self._has_failed and not self.done.is_set():
+                    self._warned.add(method)
+                    goes_on = " It is tried again once a minute, and at the end." if method == "log" else ""
+                    failed = f"track.with={self.name} failed in {method}: {reason(error)}.{goes_on}"
+                    print(warning(f"{failed} {self.output_dir} has everything."), flush=True)
                 if method == "log" and not is_last:
                     is_late = True
                     self._is_ending.wait(RETRY_S)
@@ -95,14 +99,6 @@ class Lane:
                 if is_late:
                     print(note(f"track.with={self.name} takes numbers again, also those that it lacked."), flush=True)
             return
-
-    def _warn(self, method: str, error: BaseException) -> None:
-        if method in self._warned or self._has_failed or self.done.is_set():
-            return
-        self._warned.add(method)
-        goes_on = " It is tried again once a minute, and at the end." if method == "log" else ""
-        where = f"{self.output_dir} has everything."
-        print(warning(f"track.with={self.name} failed in {method}: {reason(error)}.{goes_on} {where}"), flush=True)
 
     def wait(self, until: float) -> bool:
         """Wait for the tracker to finish the run, until a time of ``time.monotonic`` or until its server is dead."""

@@ -214,11 +214,19 @@ class Tracker(Callback):
         if samples and samples[0]:
             self._do("log_table", step, f"{prefix}samples", samples)
         if any(rows):
-            worst = worst_first(rows, MAX_ROWS)
+            worst = [{"index": index, **row} for index, row in enumerate(rows)]
+            if all(is_number(row.get("error")) for row in worst):
+                worst.sort(key=lambda row: -row["error"] if math.isfinite(row["error"]) else math.inf)
+            del worst[MAX_ROWS:]
             fields = dict.fromkeys(field for row in worst for field in row)
             self._do("log_table", step, f"{prefix}predictions", [{field: row.get(field) for field in fields} for row in worst])
         if len(counts) == len(labels) > MAX_CLASSES:
-            self._do("log_table", step, f"{prefix}confusion", frequent_mistakes(counts, labels, MAX_ROWS))
+            cells = ((count, i, j) for i, row in enumerate(counts) for j, count in enumerate(row) if i != j and count)
+            mistakes = [
+                {"true class": labels[i], "prediction": labels[j], "count": count}
+                for count, i, j in heapq.nlargest(MAX_ROWS, cells)
+            ]
+            self._do("log_table", step, f"{prefix}confusion", mistakes)
         elif len(counts) == len(labels) > 0:
             self._do("log_confusion_matrix", step, f"{prefix}confusion", counts, labels)
         if len(images):
@@ -255,18 +263,3 @@ class Tracker(Callback):
     def _do(self, method: str, *args: Any) -> None:
         for lane in self._lanes:
             lane.do(method, *args)
-
-
-def worst_first(rows: Sequence[Mapping[str, Any]], count: int) -> Sequence[Mapping[str, Any]]:
-    """Return the rows with the greatest "error", each with its "index"; the first rows if they have no errors."""
-    numbered = [{"index": index, **row} for index, row in enumerate(rows)]
-    if all(is_number(row.get("error")) for row in numbered):
-        numbered.sort(key=lambda row: -row["error"] if math.isfinite(row["error"]) else math.inf)
-    return numbered[:count]
-
-
-def frequent_mistakes(counts: Sequence[Sequence[int]], labels: Sequence[str], num_rows: int) -> list[dict[str, Any]]:
-    """Return the pairs of classes that were mixed up most often, as rows of true class, prediction and count."""
-    cells = ((count, i, j) for i, row in enumerate(counts) for j, count in enumerate(row) if i != j and count)
-    found = heapq.nlargest(num_rows, cells)
-    return [{"true class": labels[i], "prediction": labels[j], "count": count} for count, i, j in found]

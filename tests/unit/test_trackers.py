@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
 import numpy as np
@@ -16,6 +17,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from hftune import ConfigError, Recipe, TrackConfig, TrackerBackend
 from hftune.callbacks import Failure
+from hftune.commands.tracked import as_run, track_evaluation
 from hftune.config import sections
 from hftune.distributed.rounds import FOLDER, ROUND, AgentFolder, Over
 from hftune.tracking import lane
@@ -122,6 +124,25 @@ def test_a_tracker_of_ones_own_gets_everything(tmp_path):
         ("upload",),
         ("finish", "finished"),
     ]
+
+
+class Listed(Remembers):
+    all_calls = []
+
+    def __init__(self, recipe):
+        super().__init__(recipe)
+        self.calls = self.all_calls
+
+
+def test_what_is_shown_of_an_evaluated_split_is_named_after_it(tmp_path):
+    task = Tagging()
+    task.labels = ["cat", "dog"]
+    recipe = Recipe(task=task, output_dir=str(tmp_path), track=TrackConfig(with_=[f"{__name__}.Listed"]))
+    metrics = {"loss": 1.0, "confusion_matrix": [[1, 0], [0, 2]]}
+    evaluation = SimpleNamespace(metrics=metrics, rows=[{"text": "a"}], images=[])
+    score = SimpleNamespace(evaluation=evaluation, step=7, model="m", num_samples=3, world_size=1)
+    track_evaluation(as_run(recipe, tmp_path, "evaluate"), score, "test")
+    assert [call[:2] for call in Listed.all_calls[1:4]] == [("log", 7), ("test/predictions", 7), ("test/confusion", 7)]
 
 
 def test_a_run_that_ends_early_says_why_unless_it_is_to_be_resumed(tmp_path, monkeypatch):
