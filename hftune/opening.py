@@ -6,7 +6,7 @@ It knows what happens at each event, and not when.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from hftune.callbacks import Begin, Callback, Callbacks, CheckpointDone, Failure
 from hftune.checkpoints.checkpointer import Checkpointer, path_of
 from hftune.checkpoints.output_dir import OutputDir
 from hftune.checkpoints.run_folder import PROFILE
-from hftune.checkpoints.train_state import Provenance, RestoredState
+from hftune.checkpoints.train_state import Provenance, TrainState
 from hftune.config.importing import import_named
 from hftune.distributed.devices import peak_flops
 from hftune.distributed.failure_report import Report
@@ -43,15 +43,20 @@ def open_run(
     strategy: Strategy,
     parts: Parts,
     provenance: Provenance,
-    restored: RestoredState,
+    state: TrainState,
+    run_ids: Mapping[str, str],
     users: Sequence[Callback],
 ) -> Run:
     """Open the output folder, trackers and ledger, and say what is about to happen. Collective.
 
     From here on a signal is a request to stop after the current step.
+
+    Args:
+        run_ids: of the trackers' runs that are continued.
+        users: the callbacks that are not ours.
     """
     session.progress.stage("opening the output folder")
-    recipe, state, clock = output.recipe, restored.state, Stopwatch()
+    recipe, clock = output.recipe, Stopwatch()
     computed_on = strategy.gather_to_main([(strategy.process_index, hardware(strategy.device))])
     output.find_best(strategy, state)
 
@@ -61,7 +66,7 @@ def open_run(
 
     ledger = Ledger(output.path / LEDGER, ledger_start, output.is_ours)
     must_start = not session.info.round
-    tracker = Tracker(recipe, restored.run_ids, lambda: evaluation_is_due(run), must_start, output.before_release)
+    tracker = Tracker(recipe, run_ids, lambda: evaluation_is_due(run), must_start, output.before_release)
     console = Console(strategy.is_main, parts.num_steps, state.step, recipe.eval.metric)
     ours = our_callbacks(output, session, strategy, parts, clock, ledger, tracker, console)
     run = Run(

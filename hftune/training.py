@@ -56,13 +56,13 @@ def train(recipe: Recipe, callbacks: Sequence[Callback] = ()) -> TrainResult:
         output.confirm(strategy)
         parts.first_weights = first_weights(output, strategy, parts)
         prepare(recipe, strategy, parts)
-        restored = output.restore(strategy, provenance, parts.num_steps)
-        if result := output.finished_result(strategy, restored.state, parts.num_steps):
+        state, before = output.restore(strategy, provenance, parts.num_steps)
+        if result := output.finished_result(strategy, state, parts.num_steps):
             return say_finished(strategy, recipe, result)
-        parts.notices += changed_precision(recipe, strategy, restored.precision)
-        provenance.micro_batch_size = settle_micro_batches(recipe, strategy, parts, restored.micro_batch_size)
+        parts.notices += changed_precision(recipe, strategy, before.get("precision"))
+        provenance.micro_batch_size = settle_micro_batches(recipe, strategy, parts, before.get("micro_batch_size", {}))
         parts.notices += idle_notices(parts.plan, strategy.num_processes // recipe.parallel.pipeline_stages)
-        run = open_run(output, session, strategy, parts, provenance, restored, users)
+        run = open_run(output, session, strategy, parts, provenance, state, before.get("run_ids", {}), users)
         try:
             warm_up(run)
             fit(run)

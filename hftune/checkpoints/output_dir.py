@@ -16,7 +16,7 @@ from hftune.checkpoints.export import read_about
 from hftune.checkpoints.lock import only_writer
 from hftune.checkpoints.resume import Start, check_finished, find_start, member, note_begun
 from hftune.checkpoints.run_folder import OUT_OF_FOLD, PROFILE, REPORT, SAMPLE_IMAGES
-from hftune.checkpoints.train_state import Provenance, RestoredState, TrainState
+from hftune.checkpoints.train_state import Provenance, TrainState
 from hftune.config import Recipe
 from hftune.distributed.preflight import check_writable
 from hftune.distributed.process_info import ProcessInfo
@@ -117,8 +117,11 @@ class OutputDir:
 
         strategy.on_main(look)
 
-    def restore(self, strategy: Strategy, provenance: Provenance, num_steps: int) -> RestoredState:
+    def restore(self, strategy: Strategy, provenance: Provenance, num_steps: int) -> tuple[TrainState, dict[str, Any]]:
         """Load model, optimizer and state from the checkpoint that training starts from, if any. Collective.
+
+        Returns:
+            The state, and what else the checkpoint has recorded, see Provenance; nothing of a run that begins.
 
         Raises:
             ConfigError: the checkpoint belongs to other commits of the Hub, different data, a different model or different
@@ -129,7 +132,7 @@ class OutputDir:
             (checkpoint.progress, str(checkpoint.path), [*self.start.changed]) if checkpoint else (None, "", [])
         )
         if progress is None:
-            return RestoredState(TrainState(callbacks=self.callbacks))
+            return TrainState(callbacks=self.callbacks), {}
         strategy.on_main(lambda: self.check_finished(num_steps))  # ``confirm`` may have found it
         check_commits(path, progress.get("commits", {}), provenance.commits)
         # Without evaluation from here on (eval.every=never), there are no evaluation data to differ.
@@ -157,7 +160,7 @@ class OutputDir:
         if "callbacks" in changed:  # one that is not there any more may have ended the training
             state.ended_by = None
         state.callbacks = self.callbacks
-        return RestoredState(state, progress["run_ids"], progress["micro_batch_size"], progress.get("precision"))
+        return state, progress
 
     def finished_result(self, strategy: Strategy, state: TrainState, num_steps: int) -> TrainResult | None:
         """Return the result of a run that has no step left to take; None if it has, or never wrote its result. Collective."""

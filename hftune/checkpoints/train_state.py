@@ -105,16 +105,3 @@ class Provenance:
     conditions it was found under."""
     base: str | None = None
     """The digest of the frozen weights that adapters are trained on; None without adapters."""
-
-
-@dataclass
-class RestoredState:
-    """Where training starts: from scratch by default, otherwise as a checkpoint has it."""
-
-    state: TrainState = field(default_factory=TrainState)
-    run_ids: dict[str, str] = field(default_factory=dict)
-    """See Provenance."""
-    micro_batch_size: dict[str, Any] = field(default_factory=dict)
-    """See Provenance."""
-    precision: str | None = None
-    """Of the steps so far; None at the beginning."""
