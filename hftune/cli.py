@@ -115,7 +115,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         ConfigError: there is no such command.
     """
     argv = sys.argv[1:] if argv is None else argv
-    check_command(argv)
+    word = argv[0] if argv else "-"
+    if not word.startswith("-") and word not in COMMANDS:
+        hint = " Did you mean 'train'?" if word in ("run", "fit", "launch") else did_you_mean(word, COMMANDS)
+        if word.startswith("recipe="):
+            hint = f" To train: hftune train {' '.join(argv)}"
+        elif word in recipe_names():
+            hint = f" To train: hftune train recipe={' '.join(argv)}"
+        raise ConfigError(f"{word!r} is not a command. Commands: {', '.join(COMMANDS)}.{hint}")
     root = parser(argv[0] if argv else None)
     options, rest = root.parse_known_args(argv)
     takes_recipe = hasattr(options, "words")
@@ -132,20 +139,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def expanded(value: Any) -> Any:
     """Return a path with the user's folder for ``~``, as no shell expands that of ``--output=~/x``; all else as it is."""
     return Path(os.path.expanduser(value)) if isinstance(value, Path) else value  # noqa: PTH111 - Path's raises for ~nobody
-
-
-def check_command(argv: list[str]) -> None:
-    """Raise ConfigError for a command that does not exist, with the one that was probably meant."""
-    word = argv[0] if argv else "-"
-    if word.startswith("-") or word in COMMANDS:
-        return
-    if word.startswith("recipe="):
-        hint = f" To train: hftune train {' '.join(argv)}"
-    elif word in recipe_names():
-        hint = f" To train: hftune train recipe={' '.join(argv)}"
-    else:
-        hint = " Did you mean 'train'?" if word in ("run", "fit", "launch") else did_you_mean(word, COMMANDS)
-    raise ConfigError(f"{word!r} is not a command. Commands: {', '.join(COMMANDS)}.{hint}")
 
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:
