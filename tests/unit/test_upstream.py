@@ -293,6 +293,14 @@ def varlen_attention_is_called_below_its_public_function():
     assert {"cu_seqlens_q", "max_seqlen_q", "dropout_p", "custom_mask_type", "compute_log_sumexp"} <= {*names[1]}
 
 
+def halves_of_a_backward_pass_are_functions():
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    halves = [[*inspect.signature(half).parameters] for half in (stage_backward_input, stage_backward_weight)]
+    assert halves[0] == ["stage_outputs_or_loss", "output_grads", "input_values", "weights"]
+    assert halves[1][:2] == ["weights", "param_groups"]
+
+
 def models_say_whether_their_attention_can_be_replaced():
     from transformers import BertModel, BloomModel
 
@@ -348,6 +356,16 @@ TABLE = [
             varlen_attention_is_called_below_its_public_function,
         )
         for name in ("_flash_attention_forward", "_efficient_attention_forward")
+    ),
+    *(
+        Upstream(
+            f"torch.distributed.pipelining._backward.stage_backward_{half}",
+            "planning",
+            "what zero_bubble keeps between the halves of a backward pass: its stages offer them only with processes",
+            NO_ISSUE,
+            halves_of_a_backward_pass_are_functions,
+        )
+        for half in ("input", "weight")
     ),
     Upstream(
         "_can_set_attn_implementation",
