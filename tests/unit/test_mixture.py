@@ -120,17 +120,12 @@ def test_data_sets_are_brought_to_the_same_columns(files):
     loaded = task(datasets_=files, eval_share=0.25)
     assert loaded.validate() == []
     data = loaded.datasets()
-    assert {split: len(rows) for split, rows in data.items()} == {
-        "train": 20,
-        "eval": 8,
-    }  # of 14 rows of each class 3.5, rounded
+    assert {split: len(rows) for split, rows in data.items()} == {"train": 20, "eval": 8}  # 3.5 of each class, rounded
     sizes = [size for size, _ in loaded.mixture(data["train"])]
     assert sum(sizes) == 20 and sizes[0] == sum(text.startswith("first") for text in loaded.rows["train"]["text"])
     assert [weight for _, weight in loaded.mixture(data["train"])] == [0.5, 2.0]
     (said,) = notices.mixed(loaded.mixed, [20, 8])
-    assert said == (
-        "task.datasets: an epoch takes 10 from first.jsonl (20 rows x 0.5, 38%) and 16 from second.jsonl (8 rows x 2, 62%)."
-    )
+    assert "takes 10 from first.jsonl (20 rows x 0.5, 38%) and 16 from second.jsonl (8 rows x 2, 62%)." in said
 
 
 def test_a_recipe_with_data_sets_is_equal_after_a_round_trip(files, tmp_path):
@@ -161,14 +156,10 @@ def _never(own):
 def test_columns_that_do_not_fit_together_are_refused(files, tmp_path):
     with pytest.raises(DataError, match=r"task\.datasets: no column is in all of them: first\.jsonl has text, label; second"):
         _never(task(datasets_=[files[0], {"data_files": files[1]["data_files"]}])).datasets()
-    with pytest.raises(
-        DataError, match=r"task\.datasets\[1\]\.columns\.text=revew is not a column of second.*Did you mean 'review'"
-    ):
+    with pytest.raises(DataError, match=r"\[1\]\.columns\.text=revew is not a column of second.*Did you mean 'review'"):
         _never(task(datasets_=[files[0], {**files[1], "columns": {"text": "revew"}}])).datasets()
     words = write(tmp_path / "words.jsonl", ["a text", "b"], ["good", "bad"])
-    with pytest.raises(
-        DataError, match=r"Column 'label' holds int64 in first\.jsonl, but string in words\.jsonl\. The data sets"
-    ):
+    with pytest.raises(DataError, match=r"Column 'label' holds int64 in first\.jsonl, but string in words\.jsonl\. The data"):
         _never(task(datasets_=[files[0], {"data_files": words}])).datasets()
 
 
@@ -215,14 +206,8 @@ def test_blocks_of_a_mixture_have_tokens_of_one_data_set_and_the_end_of_each_is_
     for name, count in (("first", 40), ("second", 20)):
         (tmp_path / f"{name}.txt").write_text("".join(f"{name} {number} line\n" for number in range(count)))
     entries = [{"data_files": str(tmp_path / "first.txt")}, {"data_files": str(tmp_path / "second.txt"), "weight": 3}]
-    loaded = LanguageModeling(
-        model_config={"model_type": "gpt2"},
-        tokenizer="words",
-        datasets_=entries,
-        eval_share=0.1,
-        block_length=7,
-        test_split=None,
-    )
+    fields = {"model_config": {"model_type": "gpt2"}, "datasets_": entries, "eval_share": 0.1}
+    loaded = LanguageModeling(tokenizer="words", block_length=7, test_split=None, **fields)
     assert loaded.validate() == []
     held_out = loaded.rows["eval"]["text"]
     assert held_out == [f"{name} {n} line" for name, ns in (("first", range(36, 40)), ("second", range(18, 20))) for n in ns]
@@ -234,8 +219,8 @@ def test_blocks_of_a_mixture_have_tokens_of_one_data_set_and_the_end_of_each_is_
     tokens = [token for part in train.datasets for token in part.stream.tolist()]
     assert train.share_of(first) == pytest.approx(tokens.count(first) / len(tokens))
     assert train.lengths.sum() == 36 * 4 - 1 + 18 * 4 - 1  # every token but the first of each is predicted once
-    limited = LanguageModeling(datasets_=entries, eval_share=0.1, max_train_samples=5, model_config={"model_type": "gpt2"})
-    assert "task.max_train_samples=5 and task.datasets: give the data sets smaller weights." in limited.validate()
+    limited = LanguageModeling(max_train_samples=5, **fields).validate()
+    assert "task.max_train_samples=5 and task.datasets: give the data sets smaller weights." in limited
 
 
 def test_data_files_may_be_null_and_numbers_have_to_fit(tmp_path):

@@ -111,19 +111,9 @@ class Forgetful(Chain):
 
 FIVE = [1, 1, 1, 1, 1]
 REFUSED = {
-    "no decoder": (
-        lambda: nn.Linear(2, 2),
-        None,
-        "Linear cannot be cut",
-        "no method stage. A pipeline cuts models that have a",
-    ),
+    "no decoder": (lambda: nn.Linear(2, 2), None, "Linear cannot be cut", "no method stage. A pipeline cuts models that"),
     "too few layers": (lambda: decoder("gpt2"), None, "has 4 layers, too few for 5 stages", "lower parallel.pipeline_stages"),
-    "other split": (
-        lambda: decoder("gpt2"),
-        FIVE,
-        "parallel.split=[1, 1, 1, 1, 1] adds up to 5 layers",
-        "GPT2LMHeadModel has 4.",
-    ),
+    "other split": (lambda: decoder("gpt2"), FIVE, "parallel.split=[1, 1, 1, 1, 1] adds up to 5", "GPT2LMHeadModel has 4."),
     "split of its own": (lambda: Chain(5, 0.0), FIVE, "parallel.split=[1, 1, 1, 1, 1]: Chain", "Set it to null."),
     "copies": (lambda: Copying(5, 0.0), None, "The stages of Copying have parameters that the model does not", "not copies."),
     "forgotten": (lambda: Forgetful(5, 0.0), None, "The stages of Forgetful leave out head.weight, head.bias", "in a stage."),
@@ -164,9 +154,7 @@ def test_too_few_micro_batches_for_the_schedule_are_counted(monkeypatch):
     recipe = Recipe.load(RECIPE, "parallel.pipeline_stages=4", "task.model=chain")
     task = NextToken(model="chain")
     dataset = task.datasets()["train"]
-    with pytest.raises(
-        ConfigError, match=r"1f1b .* at least 4 micro-batches in a step for each of 2 pipelines, 8 in all; .* has 4\."
-    ):
+    with pytest.raises(ConfigError, match=r"1f1b .* at least 4 micro-batches in a step for each of 2 pipelines, .* has 4\."):
         check_pipeline(recipe, plan_batches(recipe, dataset), dataset, task.build_model())
     enough = Recipe.load(RECIPE, "parallel.pipeline_stages=4", "task.model=chain", "train.micro_batch_size=2")
     check_pipeline(enough, plan_batches(enough, dataset), dataset, task.build_model())
@@ -218,7 +206,5 @@ class Transposed(Chain):
 
 
 def test_hidden_states_of_another_shape_are_refused():
-    with pytest.raises(
-        ConfigError, match=r"ValueError: stage 1 returns \(9, 2, 16\) and should return \(rows, length, width\)"
-    ):
+    with pytest.raises(ConfigError, match=r"ValueError: stage 1 returns \(9, 2, 16\) and should return \(rows, length, w"):
         check_stages(Transposed(4, 0.0), 2, None, IDS)

@@ -155,11 +155,8 @@ class KeysInBatch(Keys, BatchLossTask):
     ids=lambda value: type(value).__name__,
 )
 def test_items_that_do_not_add_up_over_samples_of_different_length_are_refused(task, what):
-    said = refusal(task)
-    assert said.startswith(
-        f"{type(task).__name__} has no num_items" if "dict" in what else f"{type(task).__name__}.num_items must"
-    )
-    assert re.search(what, said)
+    start = " has no num_items" if "dict" in what else ".num_items must"
+    assert re.match(f"{type(task).__name__}{re.escape(start)}.*{what}", refusal(task), re.DOTALL)
 
 
 class LossOfPadding(Tagging):
@@ -190,9 +187,7 @@ def test_a_loss_that_depends_on_padding_gets_a_notice():
 def test_forgotten_num_items_is_refused_for_labels_and_said_for_numbers():
     assert "ForgottenTokens has no num_items of its own" in refusal(ForgottenTokens())
     (said,) = check(Pixels())
-    assert said.startswith(
-        "Pixels has no num_items of its own: each sample counts as one item, although its target has 48 numbers "
-    )
+    assert said.startswith("Pixels has no num_items of its own: each sample counts as one item, although its target has 48 ")
 
 
 class NotFinite(MeanOfPairs):
@@ -209,18 +204,16 @@ class Single(MeanOfPairs):
     ("task", "why"),
     [
         (Random(), "it differs between two passes over the same samples in evaluation mode"),
-        (
-            OnlyOnGPUs(),
-            "one or two samples cannot be computed on the CPU in evaluation mode (RuntimeError: this kernel has no CPU version)",
-        ),
+        (OnlyOnGPUs(), "one or two samples cannot be computed on the CPU in evaluation mode (RuntimeError: this kernel has no"),
         (NotFinite(), "it is not finite for samples 12 and 13"),
         (Single(), "there is only one training sample"),
     ],
     ids=repr,
 )
 def test_what_cannot_be_compared_is_let_through_with_a_notice(task, why):
-    name = type(task).__name__
-    assert check(task) == [f"{name}.loss was not checked, because {why}. Make sure that it returns a sum over the items."]
+    (said,) = check(task)
+    assert said.startswith(f"{type(task).__name__}.loss was not checked, because {why}")
+    assert said.endswith(". Make sure that it returns a sum over the items.")
 
 
 def test_training_refuses_it_and_leaves_no_result(tmp_path, monkeypatch):
@@ -236,9 +229,8 @@ class Named(Trapped):
     """Has strings beside its tensors, a test split, and a model to be served that is not the one in training."""
 
     def datasets(self):
-        parts = {
-            name: [{**row, "id": f"{index}"} for index, row in enumerate(rows)] for name, rows in super().datasets().items()
-        }
+        given = super().datasets()
+        parts = {name: [{**row, "id": f"{index}"} for index, row in enumerate(rows)] for name, rows in given.items()}
         return {**parts, "test": parts["eval"]}
 
     def inputs(self, batch):
@@ -252,10 +244,8 @@ class Named(Trapped):
 def test_a_batch_may_hold_strings_and_the_test_split_needs_no_model_to_be_served(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     (tmp_path / "named.yaml").write_text(f"task: {{type: {__name__}.Named}}\ntrain: {{max_steps: 4, batch_size: 12}}\n")
-    recipe = Recipe.load(
-        tmp_path / "named.yaml", f"output_dir={tmp_path}/out", "eval.every=2", "train.lr=0.1", "train.ema_decay=0.9"
-    )
-    result = train(recipe)
+    words = (f"output_dir={tmp_path}/out", "eval.every=2", "train.lr=0.1", "train.ema_decay=0.9")
+    result = train(Recipe.load(tmp_path / "named.yaml", *words))
     assert result.test["loss"] == pytest.approx(result.best["value"], rel=1e-12)
 
 
