@@ -16,14 +16,8 @@ from hftune.data.images import Uncropped
 from hftune.models.image_processor import Preparation
 from hftune.tasks import ImageClassification
 
-TINY = {
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "image_size": 32,
-    "patch_size": 8,
-}
+TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+TINY |= {"image_size": 32, "patch_size": 8}
 PICTURES = [row["image"] for row in shapes("train", 6)]
 
 
@@ -38,15 +32,11 @@ def pretrained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pretrained")
     torch.manual_seed(1)
     names = {0: "cat", 1: "dog", 2: "emu"}
-    ViTForImageClassification(ViTConfig(**TINY, id2label=names, label2id={b: a for a, b in names.items()})).save_pretrained(
-        folder
-    )
-    transformers.BitImageProcessorPil(
-        size={"shortest_edge": 36},
-        crop_size={"height": 32, "width": 32},
-        image_mean=[0.4, 0.5, 0.6],
-        image_std=[0.2, 0.3, 0.25],
-    ).save_pretrained(folder)
+    config = ViTConfig(**TINY, id2label=names, label2id={b: a for a, b in names.items()})
+    ViTForImageClassification(config).save_pretrained(folder)
+    sizes = {"size": {"shortest_edge": 36}, "crop_size": {"height": 32, "width": 32}}
+    statistics = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.25]}
+    transformers.BitImageProcessorPil(**sizes, **statistics).save_pretrained(folder)
     return folder
 
 
@@ -81,13 +71,14 @@ def test_batches_are_those_of_the_image_processor_and_the_head_is_new(pretrained
     expected = AutoImageProcessor.from_pretrained(pretrained, backend="pil")([images[row] for row in rows], return_tensors="pt")
     torch.testing.assert_close(batch["pixel_values"], expected["pixel_values"], atol=1e-5, rtol=0)
     assert model.classifier.out_features == len(SHAPES) and list(model.config.id2label.values()) == list(SHAPES)
-    assert task.notices(data, model)[2:5] == [
-        "Training on 60 of 1,000 images: task.max_train_samples=60; null takes all.",
-        "Evaluating on 10 of 200 images: task.max_eval_samples=10; null takes all.",
-        f"task.model={pretrained}: images are RGB, 32 x 32 pixels, as its image processor prepares them; mean 0.4, 0.5, 0.6; "
-        "standard deviation 0.2, 0.3, 0.25.",
-    ]
-    assert f"task.model={pretrained} gets a new head, for 6 classes instead of 3." in task.notices(data, model)
+    said = "\n".join(task.notices(data, model))
+    assert (
+        "Training on 60 of 1,000 images: task.max_train_samples=60; null takes all.\nEvaluating on 10 of 200 images: " in said
+    )
+    assert (
+        f"task.model={pretrained}: images are RGB, 32 x 32 pixels, as its image processor prepares them; mean 0.4, 0.5," in said
+    )
+    assert f"task.model={pretrained} gets a new head, for 6 classes instead of 3." in said
 
 
 def test_size_mean_and_std_of_the_recipe_take_precedence(pretrained):
@@ -120,21 +111,15 @@ def test_crops_are_cut_from_whole_images_with_their_own_aspect(tmp_path):
     Image.new("L", (20, 30), 80).save(tmp_path / "train" / "dog" / "small.png")
     for name in ("cat", "dog"):
         wide.save(tmp_path / "test" / name / "0.png")
-    task = ImageClassification(
-        **fields(dataset="imagefolder", eval_split="test", max_train_samples=None, augmentation={"crop": 0.5}),
-        data_dir=str(tmp_path),
-    )
+    own = {"dataset": "imagefolder", "eval_split": "test", "augmentation": {"crop": 0.5}, "data_dir": str(tmp_path)}
+    task = ImageClassification(**fields(**own, max_train_samples=None))
     data = task.datasets()
     assert [sample["image"].shape for sample in data["train"]] == [(92, 37, 3), (37, 92, 3), (30, 20, 3)]
     assert (data["train"][1]["image"] == Uncropped(37, 3).pixels(wide, "")).all()
     assert data["eval"][0]["image"].shape == (32, 32, 3)
     assert task.augment(data["train"][0], np.random.RandomState(0))["image"].shape == (32, 32, 3)
     (tmp_path / "train" / "dog" / "small.png").write_bytes(b"no image")
-    again = ImageClassification(
-        **{**vars(of(tmp_path)), "model": None, **fields(dataset="imagefolder", eval_split="test", augmentation={"crop": 0.5})},
-    )
-    again.data_dir = str(tmp_path)
-    assert refused(again, DataError).endswith("small.png) is not an image that can be read.")
+    assert refused(ImageClassification(**fields(**own)), DataError).endswith("small.png) is not an image that can be read.")
 
 
 def test_many_classes_have_a_top5_accuracy():
@@ -182,18 +167,15 @@ def test_images_of_transformers_may_be_shifted_by_more_than_those_of_mnist():
 
 def test_model_that_does_not_classify_images_is_refused_before_data_are_read(tmp_path):
     BertConfig(hidden_size=16).save_pretrained(tmp_path)
-    assert refused(of(tmp_path, dataset="nowhere:function")) == (
-        f"task.model={tmp_path} is a bert model, which does not classify images. Name an image model, such as "
-        "google/vit-base-patch16-224-in21k or microsoft/resnet-50."
-    )
+    said = refused(of(tmp_path, dataset="nowhere:function"))
+    assert said.startswith(f"task.model={tmp_path} is a bert model, which does not classify images. Name an image model,")
 
 
 def test_model_without_image_processor_needs_size_mean_and_std(tmp_path):
     ViTConfig(**TINY).save_pretrained(tmp_path)
-    assert refused(of(tmp_path)) == (
-        f"task.model={tmp_path} has no image processor (preprocessor_config.json). Copy that file from the model that it was made "
-        "of, or set task.image_size, task.mean and task.std as that model was trained."
-    )
+    said = refused(of(tmp_path))
+    assert said.startswith(f"task.model={tmp_path} has no image processor (preprocessor_config.json). Copy that file")
+    assert "or set task.image_size, task.mean and task.std" in said
     half = [0.5, 0.5, 0.5]
     assert of(tmp_path, image_size=32, mean=half, std=half)._form.shape == (32, 32, 3)
 
@@ -209,9 +191,7 @@ def test_image_processor_that_does_something_else_is_refused(pretrained, tmp_pat
     settings = json.loads((pretrained / "preprocessor_config.json").read_text())
     settings.update(do_center_crop=False)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
-    assert refused(of(tmp_path)) == (
-        f"task.model={tmp_path}: its image processor returns (3, 36, 48) and (3, 43, 36) for two images, not RGB images of one size."
-    )
+    assert "returns (3, 36, 48) and (3, 43, 36) for two images, not RGB images of one size." in refused(of(tmp_path))
 
 
 def test_label_that_only_the_evaluation_has_is_named(tmp_path):
@@ -219,19 +199,15 @@ def test_label_that_only_the_evaluation_has_is_named(tmp_path):
         (tmp_path / split / name).mkdir(parents=True)
         PICTURES[0].save(tmp_path / split / name / "0.png")
     task = ImageClassification(**fields(dataset="imagefolder", eval_split="test"), data_dir=str(tmp_path))
-    assert refused(task, DataError) == (
-        "Row 1 of the eval split has the label 'emu', which no image of the train split has. Add training images of it, or remove "
-        "it; or list the classes to learn in task.label_names."
-    )
+    said = refused(task, DataError)
+    assert said.startswith("Row 1 of the eval split has the label 'emu', which no image of the train split has. Add training")
 
 
 def test_columns_are_chosen_where_there_is_one_way_and_said():
     task = ImageClassification(**fields())
     assert "task.image_column=image, chosen from the columns image, label." in task.notices(task.datasets(), None)
-    assert refused(ImageClassification(**fields(dataset="tests.support.tasks:two_images")), DataError) == (
-        "task.image_column is not set, and several columns would do: after, before. Set it to one of the columns: "
-        "after, before, kind."
-    )
+    said = refused(ImageClassification(**fields(dataset="tests.support.tasks:two_images")), DataError)
+    assert said.endswith("several columns would do: after, before. Set it to one of the columns: after, before, kind.")
     task = ImageClassification(**fields(dataset="tests.support.tasks:two_images", image_column="after"))
     assert len(task.datasets()["train"]) == 4 and task.labels == ["a", "b"]
 
@@ -241,14 +217,8 @@ def test_columns_are_chosen_where_there_is_one_way_and_said():
 
 def test_mnist_builds_on_image_classification_and_is_what_it_was():
     task, plain = Recipe.load("mnist").task, Recipe.load("mnist")
-    assert (task.model, task.model_config, task.augmentation, task.mixup, task.cutmix, task.label_smoothing) == (
-        None,
-        {},
-        None,
-        0,
-        0,
-        0,
-    )
+    assert (task.model, task.model_config, task.augmentation) == (None, {}, None)
+    assert task.mixup == task.cutmix == task.label_smoothing == 0
     assert (task.dataset, task.image_size, task.mean, task.std, task.resize) == ("ylecun/mnist", 28, [0.1307], [0.3081], False)
     train = plain.train
     assert (train.warmup_ratio, train.mixed_precision, train.num_workers, train.weight_decay) == (0.0, "no", 0, 0.0)
@@ -259,6 +229,5 @@ def test_mnist_builds_on_image_classification_and_is_what_it_was():
 def test_recipe_for_ones_own_images_names_no_data_set():
     task = Recipe.load("image_classification", "task.data_dir=.").task
     assert (task.dataset, task.label_names, task.max_train_samples) == ("imagefolder", None, None)
-    assert (
-        "task.dataset=imagefolder needs a folder: set task.data_dir=..." in Recipe.load("image_classification").task.validate()
-    )
+    said = Recipe.load("image_classification").task.validate()
+    assert "task.dataset=imagefolder needs a folder: set task.data_dir=..." in said
