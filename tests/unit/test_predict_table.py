@@ -88,11 +88,12 @@ def test_each_format_is_read_and_written_with_all_its_cells(run, table, expected
     else:
         frame.to_csv(source, index=False, sep="\t" if kind == "tsv" else ",")
     assert predict(run, "--data", source, "--output", output, "--probabilities") == 0
-    read = {
-        "parquet": lambda: pandas.read_parquet(output),
-        "jsonl": lambda: pandas.read_json(output, lines=True, dtype={"id": str}),
-    }.get(kind, lambda: pandas.read_csv(output, dtype={"id": str}, sep="\t" if kind == "tsv" else ","))
-    found = read()
+    if kind == "parquet":
+        found = pandas.read_parquet(output)
+    elif kind == "jsonl":
+        found = pandas.read_json(output, lines=True, dtype={"id": str})
+    else:
+        found = pandas.read_csv(output, dtype={"id": str}, sep="\t" if kind == "tsv" else ",")
     classes = list(expected[0]["probabilities"])
     assert list(found.columns) == ["id", "stars_seen", "text", *classes, "label", "probability"]
     assert list(found["id"]) == list(frame["id"]) and list(found["text"]) == TEXTS
@@ -115,9 +116,7 @@ def test_a_text_column_of_another_name_is_mapped_or_asked_for(run, table, tmp_pa
     other = tmp_path / "other.csv"
     other.write_text(table.read_text().replace(",text", ",review"))
     assert predict(run, "--data", other, "--output", output) == 2
-    assert capsys.readouterr().err == (
-        f"hftune: --data {other} has no column 'text'. It has: id, stars_seen, review. Name the right one: --map text=COLUMN.\n"
-    )
+    assert "has no column 'text'. It has: id, stars_seen, review. Name the right one: --map text=" in capsys.readouterr().err
     assert predict(run, "--data", other, "--output", output, "--map", "text=review", "--columns", "label") == 0
     assert len(output.read_text().splitlines()) == 6
     assert predict(run, "--data", other, "--output", output, "--map", "text=reviews") == 2
@@ -144,35 +143,20 @@ def test_empty_texts_are_refused_by_row_or_get_no_prediction(run, tmp_path, writ
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--output", "x.csv", "--data", "nope.csv"], "--data nope.csv: there is no such file."),
-        (["--data", "test.csv"], "--data needs a file for the predictions: --output FILE (.csv, .tsv, .jsonl, .parquet)."),
-        (["--data", "test.csv", "--output", "x.xlsx"], "--output x.xlsx: its name does not end in one of .csv,"),
-        (["--data", "test.csv", "--output", "none/x.csv"], "--output none/x.csv: there is no folder "),
-        (
-            ["--data", "empty.csv", "--output", "x.csv"],
-            "--data empty.csv cannot be read as csv: No columns to parse from file.",
-        ),
-        (["--data", "header.csv", "--output", "x.csv"], "--data header.csv has no rows."),
-        (["--data", "ragged.csv", "--output", "x.csv"], "--data ragged.csv cannot be read as csv: Error tokenizing data."),
-        (
-            ["--data", "test.csv", "--output", "x.csv", "--columns", "id,lable"],
-            "--columns: there is no column 'lable'. There are:",
-        ),
-        (["--data", "test.csv", "--output", "x.csv", "--text", "x"], "--text does not go with --data."),
-        (["--data", "owner/name", "--output", "x.csv"], "--data=owner/name cannot be loaded: HF_HUB_OFFLINE is set"),
-        (
-            ["--data", "blank.csv", "--output", "x.csv", "--empty", "null"],
-            "--data blank.csv: no row has an input in column 'text'.",
-        ),
-        (
-            ["--data", "test.csv", "--output", "y.csv"],
-            "y.csv.parts has the name of the folder for unfinished predictions, but holds",
-        ),
-        (
-            ["--data", "test.csv", "--output", "./test.csv"],
-            "--output test.csv is the table itself, which would be overwritten. Name a different file.",
-        ),
-        (["--text", "x", "--map", "text=a"], "--map is for tables: --data FILE."),
+        ("--output x.csv --data nope.csv", "--data nope.csv: there is no such file."),
+        ("--data test.csv", "--data needs a file for the predictions: --output FILE (.csv, .tsv, .jsonl, .parquet)."),
+        ("--data test.csv --output x.xlsx", "--output x.xlsx: its name does not end in one of .csv,"),
+        ("--data test.csv --output none/x.csv", "--output none/x.csv: there is no folder "),
+        ("--data empty.csv --output x.csv", "--data empty.csv cannot be read as csv: No columns to parse from file."),
+        ("--data header.csv --output x.csv", "--data header.csv has no rows."),
+        ("--data ragged.csv --output x.csv", "--data ragged.csv cannot be read as csv: Error tokenizing data."),
+        ("--data test.csv --output x.csv --columns id,lable", "--columns: there is no column 'lable'. There are:"),
+        ("--data test.csv --output x.csv --text x", "--text does not go with --data."),
+        ("--data owner/name --output x.csv", "--data=owner/name cannot be loaded: HF_HUB_OFFLINE is set"),
+        ("--data blank.csv --output x.csv --empty null", "--data blank.csv: no row has an input in column 'text'."),
+        ("--data test.csv --output y.csv", "y.csv.parts has the name of the folder for unfinished predictions, but holds"),
+        ("--data test.csv --output ./test.csv", "--output test.csv is the table itself, which would be overwritten. Name a"),
+        ("--text x --map text=a", "--map is for tables: --data FILE."),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(run, table, tmp_path, capsys, monkeypatch, words, said):
@@ -181,7 +165,7 @@ def test_bad_input_is_refused_in_a_sentence(run, table, tmp_path, capsys, monkey
     (tmp_path / "y.csv.parts").mkdir()
     for name, text in {**tables, "y.csv.parts/kept": "mine"}.items():
         (tmp_path / name).write_text(text)
-    assert predict(run, *words) == 2
+    assert predict(run, *words.split()) == 2
     assert capsys.readouterr().err.startswith(f"hftune: {said}")
     assert not (tmp_path / "x.csv").exists() and (tmp_path / "y.csv.parts" / "kept").exists()
 
