@@ -68,11 +68,6 @@ class Report:
         return report if report.code in (1, 2, STOPPED, INTERRUPTED) else replace(report, code=1)
 
     @property
-    def is_of_lost(self) -> bool:
-        """Whether a process was lost that cannot say why; else one reports of itself, or all are stalled."""
-        return not self.can_print and not self.is_stall
-
-    @property
     def is_interruption(self) -> bool:
         """Whether the run was asked to stop and can be resumed; else it failed."""
         return self.code in (STOPPED, INTERRUPTED)

@@ -171,7 +171,11 @@ class Watchdog:
             while True:
                 is_last = self._bye is not None
                 now = time.monotonic()
-                if self._meet():
+                if (store := self._look()) is not self.store:
+                    self.peers.use(store)
+                    self.store = store
+                if store is not None:
+                    self.met.set()
                     # If this process itself was stopped for a while, its neighbours were not silent for so long.
                     self._round(min(now - began, 2 * BEAT_S))
                 began, self._round_count = now, self._round_count + 1
@@ -182,16 +186,6 @@ class Watchdog:
             while not self.is_closed and self._is_outlived():
                 time.sleep(BEAT_S / 10)
             self.loss = self._describe_loss()
-
-    def _meet(self) -> bool:
-        """Find the store that the processes of this attempt share, and say whether it is known."""
-        store = self._look()
-        if store is not self.store:
-            self.peers.use(store)
-            self.store = store
-        if store is not None:
-            self.met.set()
-        return store is not None
 
     def _pause(self) -> None:
         """Wait for the next round; in short steps while processes that come wait for process 0 to confirm them."""
@@ -209,9 +203,10 @@ class Watchdog:
         self.store.set(f"beat/{self.here.rank}", json.dumps(self._sign()))
         if self.report is None:
             found = self._find_report(passed_s)
-            # Others may go on if a process is lost, or if recipe or data are wrong there, which were right here before.
+            # Others may go on if a process is lost, which cannot say why, or if a recipe that was right here is wrong there.
+            is_of_lost = found is not None and not found.can_print and not found.is_stall
             is_refusal = found is not None and found.code == REFUSED and self._own_report is None and self._has_trained
-            if found is None or ((found.is_of_lost or is_refusal) and self._is_outlived()):
+            if found is None or ((is_of_lost or is_refusal) and self._is_outlived()):
                 return
             self.report = found
             if self.report.is_stall:

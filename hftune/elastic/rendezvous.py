@@ -95,8 +95,7 @@ class ElasticRendezvous(RendezvousHandler):
             SystemExit: they did not come in time, the job has ended, or no other round helps.
         """
         if (failure := self.folder.verdict()) is not None:
-            say(failure.text.removeprefix("hftune: "))
-            sys.exit(failure.code)
+            leave(failure.text.removeprefix("hftune: "), failure.code)
         self._hear_signals()
         if self.round < 0 and self.attendance.job is None:
             self.attendance.start()
@@ -113,8 +112,7 @@ class ElasticRendezvous(RendezvousHandler):
         assert membership is not None
         has_ended = self._has_ended(membership)
         if has_ended and self._ends_in_s() < 0:
-            say("The job has ended, and the processes of this machine wait for others: they are ended.")
-            sys.exit(0)
+            leave("The job has ended, and the processes of this machine wait for others: they are ended.", 0)
         if self._goes_on(membership) or self._is_leaving or has_ended:
             return 0
         return 1
@@ -200,11 +198,10 @@ class ElasticRendezvous(RendezvousHandler):
                     code = process.poll()
                     process.kill()
             if code:
-                say(f"{attendance.me} could not prepare data and model (exit code {code}), and is not let in.")
-                sys.exit(2 if code == 2 else 1)
+                refused = f"{attendance.me} could not prepare data and model (exit code {code}), and is not let in."
+                leave(refused, rounds.REFUSED if code == rounds.REFUSED else 1)
         if attendance.comes_later and attendance.earlier is not None and attendance.earlier.phase is Phase.ENDED:
-            say(f"The job at {self.where} has ended without this machine.")
-            sys.exit(0)
+            leave(f"The job at {self.where} has ended without this machine.", 0)
         attendance.is_prepared = True
         attendance.say()
 
@@ -310,8 +307,7 @@ class ElasticRendezvous(RendezvousHandler):
     def _check_job(self, membership: Membership) -> None:
         """End the launcher if there is nothing left to do."""
         if self._has_ended(membership):
-            say(f"The job at {self.where} has ended without this machine.")
-            sys.exit(0)
+            leave(f"The job at {self.where} has ended without this machine.", 0)
         if membership.job != self.attendance.job:  # not code 0, which says that the training is complete
             leave(
                 f"Another job has begun at {self.where} while this machine was not heard of. The same command takes part "

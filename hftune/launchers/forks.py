@@ -311,7 +311,15 @@ class Forks:
         count = self._losses.note()
         reason = f"{'; '.join(lost.values())} {self._losses.place}"
         is_lower = 1 < count < MAX_LOSSES and self._lower(lost)
-        self._end_processes()
+        until = time.monotonic() + LEAVE_S
+        self.signals.send(signal.SIGTERM)
+        while self.running:
+            if time.monotonic() > until:
+                self.signals.send(signal.SIGKILL)
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                time.sleep(POLL_S)
+            self.running.pop(pid, None)
         for path in self._error_files:  # what they said was of this round
             path.unlink(missing_ok=True)
         resume = " The same command resumes from the newest checkpoint." if self._losses.step else ""
@@ -337,17 +345,6 @@ class Forks:
             del self.gpus[rank]
             self._lacks_gpu = True
         return True
-
-    def _end_processes(self) -> None:
-        until = time.monotonic() + LEAVE_S
-        self.signals.send(signal.SIGTERM)
-        while self.running:
-            if time.monotonic() > until:
-                self.signals.send(signal.SIGKILL)
-            pid, _ = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                time.sleep(POLL_S)
-            self.running.pop(pid, None)
 
     def say_last(self, text: str, kind: str, code: int) -> int:
         """Say why training ends, and return the exit code."""

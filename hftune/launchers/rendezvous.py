@@ -130,31 +130,24 @@ class FixedRendezvous(StaticTCPRendezvous):
             The store, and whether this process serves it.
 
         Raises:
-            ConfigError: nothing answers in time, or another program does.
+            ConfigError: nothing answers in time, or another program does; or the address is none.
         """
         self.began, self.next_reminder_s = time.monotonic(), PATIENCE_S
         self.until = self.began + self.timeout_s
-        address = self._resolve()
-        is_host = is_own_address(address) if self.is_host is None else self.is_host
-        route = route_to(address)
-        self.machine = Machine(socket.gethostname(), route.address, route.interface, self.world_size)
-        store = self._open_store() if is_host else None
-        return (self._reach(address, is_taken=is_host), False) if store is None else (store, True)
-
-    def _resolve(self) -> str:
-        """Return the main machine's address, once its name has one: a pod of Kubernetes may start before another one's name.
-
-        Raises:
-            ConfigError: the name did not resolve in time, or it is an IP address that is not one.
-        """
-        while True:
+        while True:  # a pod of Kubernetes may start before the name of another one has an address
             try:
-                return resolve(self.master_addr)
+                address = resolve(self.master_addr)
+                break
             except UnknownHost as error:
                 if re.fullmatch(r"[\d.]+", self.master_addr):
                     raise
                 reason = str(error).rstrip(".")
                 self._wait(lambda reason=reason: reason)  # type: ignore[misc]
+        is_host = is_own_address(address) if self.is_host is None else self.is_host
+        route = route_to(address)
+        self.machine = Machine(socket.gethostname(), route.address, route.interface, self.world_size)
+        store = self._open_store() if is_host else None
+        return (self._reach(address, is_taken=is_host), False) if store is None else (store, True)
 
     # The main machine
 

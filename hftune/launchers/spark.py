@@ -63,13 +63,20 @@ def launch(recipe: Recipe, num_processes: int = 2, local_mode: bool = False, use
     if num_processes < 1:
         raise ConfigError(f"num_processes={num_processes} must be at least 1.")
     check_installed()
+    from py4j.protocol import Py4JError
+    from pyspark.errors import PySparkException
+
     spark = session()
     distributor = make_distributor(num_processes, local_mode, use_gpu)
     if not local_mode:
         check_slots(spark, distributor.num_tasks)
     recipe = replace(recipe, output_dir=str(Path(recipe.output_dir).resolve()))
     with shared_folder(recipe) as folder:
-        problem = run(distributor, folder, environment(recipe, use_gpu))
+        modules, values, problem = [path for path in sys.path if path], environment(recipe, use_gpu), None
+        try:
+            distributor.run(train_here, str(folder), str(Path.cwd()), modules, values)
+        except (RuntimeError, Py4JError, PySparkException) as error:  # if Spark notices that a process failed
+            problem = error
         return read_result(folder, distributor, problem)
 
 
@@ -170,18 +177,6 @@ def environment(recipe: Recipe, use_gpu: bool) -> dict[str, str]:
         prepare_mlflow()
         values["MLFLOW_TRACKING_URI"] = tracking_uri()  # the default one is relative to the driver's folder
     return values
-
-
-def run(distributor: TorchDistributor, folder: Path, values: dict[str, str]) -> Exception | None:
-    """Run ``train_here`` in each process; return Spark's exception if it notices that one failed."""
-    from py4j.protocol import Py4JError
-    from pyspark.errors import PySparkException
-
-    try:
-        distributor.run(train_here, str(folder), str(Path.cwd()), [path for path in sys.path if path], values)
-    except (RuntimeError, Py4JError, PySparkException) as error:
-        return error
-    return None
 
 
 def train_here(folder: str, start: str, modules: list[str], values: dict[str, str]) -> None:
