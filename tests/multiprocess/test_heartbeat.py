@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +13,7 @@ import pytest
 
 from hftune.replay.audit import audit
 from tests.support.machines import NotAllowed, two_machines
-from tests.support.runs import Command, environment, warm_python
+from tests.support.runs import Command, all_ended, started, warm_python
 
 RECIPE = str(Path(__file__).parents[1] / "support" / "faulty.yaml")
 # Of 64 samples in 16 steps, two processes meet 17 in step 15, in a micro-batch of process 1 with sample 35.
@@ -48,30 +45,16 @@ def launch(tmp_path) -> Callable[..., list[Job]]:
     note = tmp_path / "struck"
 
     def run(*words: str, machines: tuple[tuple[str, ...], ...] = ((),), options: tuple[tuple[str, ...], ...]) -> list[Job]:
-        jobs = []
-        for place, option in zip(machines, options, strict=True):
-            command = [*place, warm_python(), "-m", "torch.distributed.run", *option, "-m", "hftune.run", f"recipe={RECIPE}"]
-            jobs.append(
-                subprocess.Popen(
-                    [*command, f"output_dir={tmp_path / 'out'}", f"task.note={note}", *words],
-                    env=environment(TORCH_CPP_LOG_LEVEL="ERROR"),
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    start_new_session=True,
-                )
+        jobs = [
+            started(
+                *(*place, warm_python(), "-m", "torch.distributed.run", *option, "-m", "hftune.run", f"recipe={RECIPE}"),
+                *(f"output_dir={tmp_path / 'out'}", f"task.note={note}", *words),
             )
-        ended = []
-        for job in jobs:
-            try:
-                out, err = job.communicate(timeout=150)
-            except subprocess.TimeoutExpired:
-                for other in jobs:
-                    os.killpg(other.pid, signal.SIGKILL)
-                pytest.fail(f"hangs: {job.communicate()}")
-            seconds = time.time() - float(note.read_text()) if note.exists() else 0.0
-            ended.append(Job(job.returncode, out, err, seconds))
-        return ended
+            for place, option in zip(machines, options, strict=True)
+        ]
+        ended = all_ended(*jobs)
+        seconds = time.time() - float(note.read_text()) if note.exists() else 0.0
+        return [Job(*found, seconds) for found in ended]
 
     return run
 

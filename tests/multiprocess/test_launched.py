@@ -1,10 +1,7 @@
 """A launch that starts other processes than it was asked for is refused; the launch configurations start what they say."""
 
-import os
 import re
-import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +9,7 @@ import pytest
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 
 from hftune.distributed.preflight import launch_options
-from tests.support.runs import Run, environment, warm_python
+from tests.support.runs import Run, all_ended, started, warm_python
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
@@ -21,20 +18,14 @@ FAULTY = f"recipe={ROOT}/tests/support/faulty.yaml"
 
 def start(*options, folder, python=sys.executable):
     """Start `accelerate launch` with these options; return the process, whose output is one stream."""
-    command = [Path(python).with_name("accelerate"), "launch", *options]
-    command += ["-m", "hftune.run", FAULTY, f"output_dir={folder}"]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True, **streams)
+    launch = (Path(python).with_name("accelerate"), "launch", *options)
+    return started(*launch, "-m", "hftune.run", FAULTY, f"output_dir={folder}")
 
 
 def end(job):
     """Return exit code and output; a job that hangs is killed, and fails the test."""
-    try:
-        said = job.communicate(timeout=120)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        pytest.fail(f"{job.args} hangs. It said:\n{job.communicate()[0]}")
-    return job.returncode, said
+    ((code, out, err),) = all_ended(job)
+    return code, out + err
 
 
 def refusals(said):

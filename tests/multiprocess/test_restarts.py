@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import socket
-import subprocess
 from pathlib import Path
 
-import pytest
-
 from hftune.replay.audit import audit
-from tests.support.runs import environment, warm_python
+from tests.support.runs import all_ended, started, warm_python
 
 FAULTY = str(Path(__file__).parents[1] / "support" / "faulty.yaml")
 
@@ -24,26 +19,8 @@ def on_two_agents(*words: str) -> list[tuple[int, str]]:
         port = probe.getsockname()[1]
     meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job", "--max-restarts", "2")
     options = ("--nnodes", "2", "--nproc-per-node", "1", "--local-addr", "127.0.0.1", *meeting)
-    agents = [
-        subprocess.Popen(
-            [warm_python(), "-m", "torch.distributed.run", *options, "-m", "hftune.run", *words],
-            env=environment(TORCH_CPP_LOG_LEVEL="ERROR"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        for _ in range(2)
-    ]
-    try:
-        return [(agent.returncode, said) for agent in agents for said in [agent.communicate(timeout=180)[0]]]
-    except subprocess.TimeoutExpired:
-        pytest.fail("hangs")
-    finally:
-        for agent in agents:
-            if agent.poll() is None:
-                os.killpg(agent.pid, signal.SIGKILL)
-                print(agent.communicate()[0])
+    command = (warm_python(), "-m", "torch.distributed.run", *options, "-m", "hftune.run", *words)
+    return [(code, out + err) for code, out, err in all_ended(started(*command), started(*command), timeout_s=180)]
 
 
 def test_a_restarted_run_resumes_although_resume_never_started_it(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from hftune.tracking.jsonl import read_lines
 from tests.support.hub import Hub
 from tests.support.hub_contents import bigbird, xlsum
 from tests.support.machines import MAIN, Machine, NotAllowed, two_machines
-from tests.support.runs import Command, Run, environment, train_on, warm_python
+from tests.support.runs import Command, Run, all_ended, environment, started, train_on, warm_python
 
 TAGGING = str(Path(__file__).parents[1] / "support" / "tagging.yaml")
 CONFIG = str(Path(__file__).parents[2] / "accelerate_configs" / "2node.yaml")
@@ -51,35 +50,14 @@ def start(
 ) -> subprocess.Popen:
     """Start the command of the README there; both machines are given the same."""
     command = [warm_python(), "-m", "accelerate.commands.launch", "--config_file", config, *launcher]
-    return subprocess.Popen(
-        [*machine.prefix, *command, "-m", *words],
-        env=environment(TORCH_CPP_LOG_LEVEL="ERROR", **{"HFTUNE_JOIN_TIMEOUT_S": "60", **variables}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(*processes: subprocess.Popen, timeout_s: float = 120.0) -> list[tuple[int, str, str]]:
-    """Wait for all; return exit code, output and errors of each."""
-    ended, until = [], time.monotonic() + timeout_s
-    for process in processes:
-        try:
-            out, err = process.communicate(timeout=max(until - time.monotonic(), 1.0))
-        except subprocess.TimeoutExpired:
-            for other in processes:
-                os.killpg(other.pid, signal.SIGKILL)
-            pytest.fail(f"hangs: {process.communicate()}")
-        ended.append((process.returncode, out, err))
-    return ended
+    return started(*machine.prefix, *command, "-m", *words, **{"HFTUNE_JOIN_TIMEOUT_S": "60", **variables})
 
 
 def trained(machines, folder, recipe, overrides, processes) -> tuple[Run, Run]:
     """Train on both machines, and on one process."""
     words = ("hftune.run", f"recipe={recipe}", *overrides, f"output_dir={folder / 'out'}")
     given = () if processes == 4 else ("--num_processes", str(processes))  # four is what the file says
-    for code, _, err in finish(*[start(machine, *words, launcher=given) for machine in machines]):
+    for code, _, err in all_ended(*[start(machine, *words, launcher=given) for machine in machines]):
         assert code == 0, err
     run, alone = Run(folder / "out"), train_on(1, {"alone": overrides}, folder, recipe)["alone"]
     assert run.result["world_size"] == processes
@@ -124,7 +102,7 @@ def test_the_bigbird_command_works_as_typed_and_each_machine_fetches_each_file_o
             )
             for machine in machines
         ]
-        for code, _, err in finish(*jobs):
+        for code, _, err in all_ended(*jobs):
             assert code == 0, err
     finally:
         server.kill()
@@ -147,7 +125,7 @@ def test_both_machines_stop_when_the_cable_is_pulled_and_one_process_goes_on_fro
     assert not {"perf/host1/disk_free_gib", "perf/host2/memory_gib"} & with_usage()[0].keys()
     machines[1].cut()
     try:
-        here, there = finish(*jobs, timeout_s=60.0)
+        here, there = all_ended(*jobs, timeout_s=60.0)
     finally:
         machines[1].mend()
     assert here[0] != 0 and there[0] != 0
@@ -177,7 +155,7 @@ def wait_for(is_so, *processes: subprocess.Popen) -> None:
 
 
 def test_the_doctor_knows_who_is_in_the_group(machines):
-    (code, out, err), (other_code, other_out, _) = finish(
+    (code, out, err), (other_code, other_out, _) = all_ended(
         *[start(machine, "hftune.doctor", f"recipe={TAGGING}", launcher=("--num_processes", "2")) for machine in machines]
     )
     assert (code, other_code) == (0, 0), err
@@ -189,13 +167,13 @@ def test_the_doctor_knows_who_is_in_the_group(machines):
 
 def test_a_machine_that_does_not_come_is_named_before_a_process_is_started(machines):
     """Who came says who; who finds nobody says where it looked. The missing one is known by name where the scheduler told."""
-    code, out, err = finish(
+    code, out, err = all_ended(
         start(machines[0], "hftune.doctor", HFTUNE_JOIN_TIMEOUT_S="1", HFTUNE_MACHINES="machineA machineB")
     )[0]
     assert code == 1 and out == ""
     here = f"hftune: 1 of 2 machines is here: machineA (10.77.0.1 on {machines[0].interface}). Missing: machineB."
     assert err.startswith(here) and "reach 10.77.0.1:29500" in err and "HFTUNE_JOIN_TIMEOUT_S=2 waits longer" in err
-    code, out, err = finish(start(machines[1], "hftune.doctor", HFTUNE_JOIN_TIMEOUT_S="1"))[0]
+    code, out, err = all_ended(start(machines[1], "hftune.doctor", HFTUNE_JOIN_TIMEOUT_S="1"))[0]
     assert code == 1 and out == ""
     there = f"this machine is machineB (10.77.0.2 on {machines[1].interface})"
     assert err.startswith(f"hftune: Nothing answers at 10.77.0.1:29500 (Connection refused); {there}.")
@@ -209,7 +187,7 @@ def test_a_program_that_holds_the_port_is_not_waited_for(machines):
     try:
         # --machine_rank 1 only keeps accelerate from looking at the port itself.
         jobs = [start(machine, "hftune.doctor", launcher=("--machine_rank", "1")) for machine in machines]
-        (code, _, err), (other_code, _, other_err) = finish(*jobs, timeout_s=60.0)
+        (code, _, err), (other_code, _, other_err) = all_ended(*jobs, timeout_s=60.0)
     finally:
         foreign.kill()
         foreign.wait()
@@ -226,7 +204,7 @@ def test_a_program_that_holds_the_port_is_not_waited_for(machines):
 def test_machines_that_were_told_of_different_numbers_of_machines_are_told_so(machines):
     three = ("--num_machines", "3", "--num_processes", "3")
     jobs = [start(machines[0], "hftune.doctor"), start(machines[1], "hftune.doctor", launcher=three)]
-    for code, _, err in finish(*jobs):
+    for code, _, err in all_ended(*jobs):
         assert code == 1 and err.count("\n") == 1
         assert re.match(r"hftune: machineB \(.*\) was started for 3 machines, and machineA \(.*\) for 2\. .*num_machines", err)
 
@@ -254,7 +232,7 @@ def test_a_machine_with_other_code_and_another_recipe_is_named_before_the_data_a
         "recipe: task.width 64 instead of 32, train.lr 0.2 instead of 0.1. Install the same version of hftune on all machines, "
         "and use the same task file. Start all processes with the same recipe and the same overrides."
     )
-    for code, out, err in finish(*jobs):
+    for code, out, err in all_ended(*jobs):
         assert code == 1 and len(out.splitlines()) <= 1, out  # the main process has greeted
         assert err.splitlines()[0] == expected
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
@@ -265,7 +243,7 @@ def test_a_pipeline_reaches_over_both_machines(machines, tmp_path):
     recipe = str(Path(__file__).parents[1] / "support" / "next_token.yaml")
     words = ("task.model=chain", "task.dropout=0.1", "parallel.pipeline_stages=4", f"output_dir={tmp_path}/cut")
     launcher = ("--num_processes", "4")
-    ended = finish(*[start(machine, "hftune.run", f"recipe={recipe}", *words, launcher=launcher) for machine in machines])
+    ended = all_ended(*[start(machine, "hftune.run", f"recipe={recipe}", *words, launcher=launcher) for machine in machines])
     assert [code for code, *_ in ended] == [0, 0], ended
     expected = train_on(1, {"alone": words[:2]}, tmp_path, recipe)["alone"]
     for metric in ("train/loss", "train/grad_norm", "eval/loss"):

@@ -87,6 +87,32 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": root, **extra}
 
 
+def started(*command: str | Path, **variables: str) -> subprocess.Popen:
+    """Start a command in a session of its own; ``all_ended`` waits for it."""
+    env = environment(TORCH_CPP_LOG_LEVEL="ERROR", **variables)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=env, cwd=Path(__file__).parents[2], start_new_session=True, **streams)
+
+
+def all_ended(*processes: subprocess.Popen, timeout_s: float = 150.0) -> list[tuple[int, str, str]]:
+    """Wait for all; return exit code, output and errors of each. If one hangs, all are killed.
+
+    Raises:
+        AssertionError: one hangs.
+    """
+    ended, until = [], time.monotonic() + timeout_s
+    for process in processes:
+        try:
+            out, err = process.communicate(timeout=max(until - time.monotonic(), 1.0))
+        except subprocess.TimeoutExpired:
+            for other in processes:
+                with suppress(ProcessLookupError):
+                    os.killpg(other.pid, signal.SIGKILL)
+            raise AssertionError(f"hangs: {process.communicate()}") from None
+        ended.append((process.returncode, out, err))
+    return ended
+
+
 def train_on(
     world_size: int,
     jobs: dict[str, tuple[str, ...]],
