@@ -18,7 +18,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -128,11 +128,10 @@ class Copies:
         sender.start()
         self._senders.append(sender)
 
-    def choose(self, sender: Sender) -> bool:
-        """Let another machine keep a copy if there are too few; return whether it does."""
-        with self.changed:
-            sender.is_chosen = sum(one.keeps_copy for one in self._senders) < self.copies
-            return sender.is_chosen
+    @property
+    def num_kept(self) -> int:
+        """How many other machines keep a copy."""
+        return sum(bool(one.is_chosen) and one.is_there for one in self._senders)
 
     def complete(self) -> None:
         """Wait until the copies have all that this machine has now, or their machines are gone."""
@@ -220,16 +219,16 @@ class Sender(threading.Thread):
         """The checkpoints that the other one has, as ``manifests``."""
 
     @property
-    def keeps_copy(self) -> bool:
-        """Whether the other machine is there and keeps a copy."""
-        return bool(self.is_chosen) and self.is_alive() and self.copies.is_here(self.machine)
+    def is_there(self) -> bool:
+        """Whether the other machine is there, and connected."""
+        return self.is_alive() and self.copies.is_here(self.machine)
 
     @property
     def is_awaited(self) -> bool:
         """Whether the other machine is there, and is to get the present state; or may be, as it has just come."""
         if self.is_chosen is None:
-            return self.is_alive() and self.copies.is_here(self.machine) and has_something(self.copies.folder)
-        return self.keeps_copy and self.version < self.copies.version
+            return self.is_there and has_something(self.copies.folder)
+        return self.is_chosen and self.is_there and self.version < self.copies.version
 
     def stop(self) -> None:
         """Make this thread end soon."""
@@ -275,10 +274,13 @@ class Sender(threading.Thread):
             self.is_chosen = False
         if refusal := answer["refusal"]:
             copies.say(f"{self.host} keeps no copy of output_dir: {refusal.removesuffix('.')}.")
-        elif answer["is_own"] and (copies.choose(self) or copies.copies == 0):
-            who = self.host if self.is_chosen else "none"
-            kept = f"{who} keeps a copy of output_dir (checkpoint.copies={copies.copies})"
-            copies.say(f"The machines have no common file system: {kept}.")
+        elif answer["is_own"]:
+            with copies.changed:  # two machines may answer at once
+                self.is_chosen = copies.num_kept < copies.copies
+            if self.is_chosen or copies.copies == 0:
+                who = self.host if self.is_chosen else "none"
+                kept = f"{who} keeps a copy of output_dir (checkpoint.copies={copies.copies})"
+                copies.say(f"The machines have no common file system: {kept}.")
         self.channel.say(is_chosen=self.is_chosen)
         copies.agreed.add(self.machine)
         return bool(self.is_chosen)
@@ -466,23 +468,15 @@ def layout(folder: Path) -> dict[str, Any]:
 
 def wanted(folder: Path) -> dict[str, list[str]]:
     """Return the files that a resume needs, see ``by_unit``; of the checkpoints the newest, and that of the best model."""
-    found = [path.name for path in folder.iterdir() if path.is_file() and (path.suffix in SUFFIXES or path.name == BEGUN)]
-    names = [name for name in found if not name.startswith(".") or name == BEGUN]
-    for name in (*MODELS, *GROWING):
-        names += files_in(folder / name, folder)
+    found, roots = [path for path in folder.iterdir() if path.suffix in SUFFIXES], [*MODELS, *GROWING]
     if checkpoints := [*manifests(folder)]:
         progress = json.loads((folder / checkpoints[-1] / "progress.json").read_text(encoding="utf-8"))
         best = f"{CHECKPOINTS}/{path_of(folder, progress['state'].get('best_step') or 0).name}"
-        for name in {best, checkpoints[-1]} & {*checkpoints}:
-            names += files_in(folder / name, folder)
-    return by_unit(names)
-
-
-def files_in(folder: Path, root: Path) -> Iterator[str]:
-    """Yield the paths from ``root`` of all files in a folder that are not hidden, and in no hidden folder."""
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from ((Path(parent) / name).relative_to(root).as_posix() for name in names if not name.startswith("."))
+        roots += {best, checkpoints[-1]} & {*checkpoints}
+    found += [path for root in roots for path in (folder / root).rglob("*")]
+    parts = [path.relative_to(folder).parts for path in found if path.is_file()]
+    seen = ["/".join(names) for names in parts if not any(name.startswith(".") for name in names)]
+    return by_unit([*seen, BEGUN])
 
 
 def by_unit(names: Iterable[str]) -> dict[str, list[str]]:
