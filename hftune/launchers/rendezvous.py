@@ -117,10 +117,12 @@ class FixedRendezvous(StaticTCPRendezvous):
         if self._store is None:  # type: ignore[has-type]
             try:
                 store, is_host = self.find_store()
-                self._store, machines = store, PrefixStore(f"hftune/machines/{self.run_id}", store)
-                self.rank = self._receive(machines) if is_host else self._join(machines)
+                self._store = store
+                self.rank = self._gather(PrefixStore(f"hftune/machines/{self.run_id}", store), is_host)
             except ConfigError as error:
                 leave(str(error))
+            except DistError:
+                leave(f"The launcher at {self.endpoint} exited while {self.machine} was waiting; see its log.")
         return super().next_rendezvous()
 
     def find_store(self) -> tuple[TCPStore, bool]:
@@ -149,8 +151,6 @@ class FixedRendezvous(StaticTCPRendezvous):
         store = self._open_store() if is_host else None
         return (self._reach(address, is_taken=is_host), False) if store is None else (store, True)
 
-    # The main machine
-
     def _open_store(self) -> TCPStore | None:
         """Open the port, or return None if it is taken: by another launcher of this job on the same machine, perhaps."""
         allow_open_files()
@@ -171,47 +171,49 @@ class FixedRendezvous(StaticTCPRendezvous):
                 raise ConfigError(f"The port of {self.endpoint} cannot be opened: {error}") from error
             return None
 
-    def _receive(self, store: Any) -> int:
-        """Wait for all machines, see them confirm, and return this one's rank.
+    def _gather(self, store: Any, is_host: bool) -> int:
+        """Wait until all machines are here and know it; return this one's rank.
 
         Raises:
             ConfigError: some did not arrive, have left, or were started for a different number of machines.
         """
-        others: list[Machine] = []
-        while len(others) < self.world_size - 1:
-            for index in range(len(others) + 1, min(int(store.add("joined", 0)), self.world_size - 1) + 1):
+        rank, here = 0 if is_host else int(store.add("joined", 1)), list[Machine]()
+        if rank >= self.world_size:
+            raise ConfigError(
+                f"The job at {self.endpoint} already has all {self.world_size} machines. Is an earlier launcher still "
+                "running there, or was one started twice?"
+            )
+        store.set(f"machine/{rank}", json.dumps(asdict(self.machine)))
+        while len(here) < self.world_size:
+            for index in range(len(here), min(int(store.add("joined", 0)) + 1, self.world_size)):
                 _await(store, f"machine/{index}", "A machine joined and left again without a message")
-                others.append(Machine(**json.loads(store.get(f"machine/{index}"))))
-            if unlike := [other for other in others if other.num_machines != self.world_size]:
-                refusal = (
-                    f"{unlike[0]} was started for {unlike[0].num_machines} machines, and {self.machine} for {self.world_size}. "
-                    "Start all with the same num_machines (--nnodes)."
+                here.append(Machine(**json.loads(store.get(f"machine/{index}"))))
+            if unlike := [one for one in here if one.num_machines != here[0].num_machines]:
+                if is_host:
+                    time.sleep(1.0)  # for the others to see it, too
+                raise ConfigError(
+                    f"{unlike[0]} was started for {unlike[0].num_machines} machines, and {here[0]} for "
+                    f"{here[0].num_machines}. Start all with the same num_machines (--nnodes)."
                 )
-                store.set("refusal", refusal)
-                time.sleep(1.0)  # for them to read it
-                raise ConfigError(refusal)
-            if len(others) < self.world_size - 1:
-                self._wait(lambda: self._missing(others))
-        store.set("complete", "")
-        for index, other in enumerate(others, start=1):
-            _await(store, f"ready/{index}", f"{other} joined and left again")
-        if self.next_reminder_s > PATIENCE_S:
-            say(f"All {self.world_size} machines are here: {', '.join(map(str, [self.machine, *others]))}.")
-        return 0
+            if len(here) < self.world_size:
+                self._wait(lambda: self._missing(here))
+        store.set(f"ready/{rank}", "")
+        for index, one in enumerate(here):
+            _await(store, f"ready/{index}", f"{one} joined and left again")
+        if is_host and self.next_reminder_s > PATIENCE_S:
+            say(f"All {self.world_size} machines are here: {', '.join(map(str, here))}.")
+        return rank
 
-    def _missing(self, others: list[Machine]) -> str:
-        here, count = [self.machine, *others], self.world_size - 1 - len(others)
+    def _missing(self, here: list[Machine]) -> str:
         known = {machine.host.partition(".")[0] for machine in here} | {machine.address for machine in here}
         names = os.environ.get(MACHINES, "").replace(",", " ").split()
         named = [name for name in names if known.isdisjoint((name, name.partition(".")[0]))]
-        who = f" Missing: {', '.join(named)}." if named else ""
+        who, count = f" Missing: {', '.join(named)}." if named else "", self.world_size - len(here)
         return (
             f"{len(here)} of {self.world_size} machines {'is' if len(here) == 1 else 'are'} here: {', '.join(map(str, here))}."
             f"{who} {count} more must be started with the same command, and be able to reach {self.endpoint} "
             "(firewall, address, port)"
         )
-
-    # The others
 
     def _reach(self, address: str, is_taken: bool) -> TCPStore:
         """Connect to the main machine's store.
@@ -225,7 +227,11 @@ class FixedRendezvous(StaticTCPRendezvous):
                 break
             except OSError as error:
                 reason = "no answer" if isinstance(error, TimeoutError) else error.strerror
-                self._wait(lambda reason=reason: self._unanswered(reason))  # type: ignore[misc]
+                said = (
+                    f"Nothing answers at {self.endpoint} ({reason}); this machine is {self.machine}. The machine with that "
+                    "address must be started with the same command and port; if none has it, correct main_process_ip"
+                )
+                self._wait(lambda said=said: said)  # type: ignore[misc]
         answers: list[Any] = []
 
         def connect() -> None:
@@ -249,41 +255,6 @@ class FixedRendezvous(StaticTCPRendezvous):
             f"Port {self.master_port} {where} is taken by another program{owner_of(self.master_port) if is_taken else ''}: it "
             "accepts connections but does not answer as a launcher. Give all machines a different --main_process_port."
         )
-
-    def _unanswered(self, reason: str) -> str:
-        return (
-            f"Nothing answers at {self.endpoint} ({reason}); this machine is {self.machine}. The machine with that address "
-            "must be started with the same command and port; if none has it, correct main_process_ip"
-        )
-
-    def _join(self, store: Any) -> int:
-        """Report to the main machine and return this one's rank.
-
-        Raises:
-            ConfigError: the main machine refuses, is gone, or waits too long for the others.
-        """
-        try:
-            index = int(store.add("joined", 1))
-            if index >= self.world_size:
-                raise ConfigError(
-                    f"The job at {self.endpoint} already has all {self.world_size} machines. Is an earlier launcher still "
-                    "running there, or was one started twice?"
-                )
-            store.set(f"machine/{index}", json.dumps(asdict(self.machine)))
-            while not store.check(["complete"]):
-                if store.check(["refusal"]):
-                    raise ConfigError(store.get("refusal").decode())
-                self._wait(
-                    lambda: f"{self.machine} is waiting at {self.endpoint} for the rest of the {self.world_size} machines"
-                )
-            store.set(f"ready/{index}", "")
-        except DistError as error:
-            raise ConfigError(
-                f"The launcher at {self.endpoint} exited while {self.machine} was waiting; see its log."
-            ) from error
-        return index
-
-    # All
 
     def _wait(self, describe: Callable[[], str]) -> None:
         """Sleep for a moment, and print every REMINDER_S what is awaited.
