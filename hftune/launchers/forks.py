@@ -183,7 +183,10 @@ class Forks:
         self.round = 0
         self.running: dict[int, int] = {}
         """Local ranks of the living processes by process id."""
-        self._losses = Losses(None if wanted.output_dir is None else Path(wanted.output_dir) / "ledger.jsonl")
+        self._ledger = Path(wanted.output_dir or "", "ledger.jsonl")
+        self._ledger_before = version(self._ledger)  # what an earlier run has left there does not count
+        self._step, self._num_losses, self._counted_at = 0, 0, float("-inf")
+        """Of the training at the last loss, and the losses since it got there, the last of them at this time."""
         self._folder, self._job = folder, uuid.uuid4().hex
         self._error_files: list[Path] = []
         """Of this round, by local rank."""
@@ -308,8 +311,12 @@ class Forks:
     def _end_round(self, lost: Mapping[int, str]) -> int | None:
         """Prepare the next round after a loss; return an exit code if there is none."""
         self._notes.end(self.round, Over("; ".join(lost.values()), is_planned=False))  # at once: the others wait for it
-        count = self._losses.note()
-        reason = f"{'; '.join(lost.values())} {self._losses.place}"
+        if version(self._ledger) not in (None, self._ledger_before) and (step := last_step(self._ledger)) > self._step:
+            self._step, self._num_losses, self._counted_at = step, 0, float("-inf")
+        if (now := time.monotonic()) - self._counted_at > SAME_S:
+            self._num_losses, self._counted_at = self._num_losses + 1, now
+        count, place = self._num_losses, f"after step {self._step}" if self._step else "before the first step"
+        reason = f"{'; '.join(lost.values())} {place}"
         is_lower = 1 < count < MAX_LOSSES and self._lower(lost)
         until = time.monotonic() + LEAVE_S
         self.signals.send(signal.SIGTERM)
@@ -322,12 +329,12 @@ class Forks:
             self.running.pop(pid, None)
         for path in self._error_files:  # what they said was of this round
             path.unlink(missing_ok=True)
-        resume = " The same command resumes from the newest checkpoint." if self._losses.step else ""
+        resume = " The same command resumes from the newest checkpoint." if self._step else ""
         if count >= MAX_LOSSES:
             text = f"{reason}. It was loss {MAX_LOSSES} without a further step, so training ends.{resume}"
             return self.say_last(text, "TrainingError", 1)
         if number := self.signals.first:
-            text = f"{signal.Signals(number).name}: stopped {self._losses.place}, while processes were being replaced.{resume}"
+            text = f"{signal.Signals(number).name}: stopped {place}, while processes were being replaced.{resume}"
             return self.say_last(text, "Interrupted", 128 + number)
         self.round += 1
         why = f", fewer than before: this was loss {count} without a further step" if is_lower else ""
@@ -353,31 +360,6 @@ class Forks:
         return code
 
 
-class Losses:
-    """Counts the losses without a further step in between.
-
-    Args:
-        ledger: of the run; what an earlier one has left there does not count.
-    """
-
-    def __init__(self, ledger: Path | None):
-        self._ledger, self._before = ledger, version(ledger)
-        self.step, self._count, self._counted_at = 0, 0, float("-inf")
-
-    @property
-    def place(self) -> str:
-        """Where training was at the last loss."""
-        return f"after step {self.step}" if self.step else "before the first step"
-
-    def note(self) -> int:
-        """Note a loss, and return how many there have been since the last further step."""
-        if self._ledger is not None and version(self._ledger) != self._before and (step := last_step(self._ledger)) > self.step:
-            self.step, self._count, self._counted_at = step, 0, float("-inf")
-        if (now := time.monotonic()) - self._counted_at > SAME_S:
-            self._count, self._counted_at = self._count + 1, now
-        return self._count
-
-
 def last_step(ledger: Path) -> int:
     """Return the last step of a ledger, or after which it was resumed last; 0 if it says neither."""
     from hftune.tracking.ledger import whole_lines
@@ -386,12 +368,9 @@ def last_step(ledger: Path) -> int:
     return next((step for line in lines if (step := line.get("step", line.get("after_step"))) is not None), 0)
 
 
-def version(path: Path | None) -> tuple[int, int] | None:
+def version(path: Path) -> tuple[int, int] | None:
     """Return what changes if a file is written; None if there is none."""
-    if path is None or not path.is_file():
-        return None
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+    return (found.st_size, found.st_mtime_ns) if path.is_file() and (found := path.stat()) else None
 
 
 @contextmanager
