@@ -91,7 +91,7 @@ def started(*command: str | Path, **variables: str) -> subprocess.Popen:
     """Start a command in a session of its own; ``all_ended`` waits for it."""
     env = environment(TORCH_CPP_LOG_LEVEL="ERROR", **variables)
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=env, cwd=Path(__file__).parents[2], start_new_session=True, **streams)
+    return subprocess.Popen(command, env=env, start_new_session=True, **streams)
 
 
 def all_ended(*processes: subprocess.Popen, timeout_s: float = 150.0) -> list[tuple[int, str, str]]:
