@@ -62,7 +62,9 @@ def test_processes_that_do_not_divide_among_the_machines_are_refused(tmp_path):
 
 def test_one_process_config_starts_one(tmp_path):
     """What 2cpu.yaml starts is told by test_routes.py."""
-    code, said = end(start("--config_file", f"{ROOT}/accelerate_configs/cpu.yaml", folder=tmp_path / "out", python=warm_python()))
+    code, said = end(
+        start("--config_file", f"{ROOT}/accelerate_configs/cpu.yaml", folder=tmp_path / "out", python=warm_python())
+    )
     assert code == 0, said
     assert Run(tmp_path / "out").result["world_size"] == 1
 
