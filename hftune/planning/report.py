@@ -7,7 +7,7 @@ from itertools import groupby
 from textwrap import wrap
 
 from hftune.planning.pipeline import PipelinePlan
-from hftune.planning.plan import Disk, Plan
+from hftune.planning.record import Disk, Plan
 from hftune.tracking.console import data_size
 
 HEADING = 15
