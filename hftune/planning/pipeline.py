@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
@@ -20,42 +20,11 @@ from hftune.config import Recipe
 from hftune.config.sections import ParallelConfig
 from hftune.errors import ConfigError
 from hftune.planning.memory import NEEDS_VALUES, StepMemory, TensorBytes, average_bytes, set_gradients, without_values
+from hftune.planning.record import StagePlan
 from hftune.strategies.packing import PACKING, compute, inputs_of, install_packing
 from hftune.strategies.pipeline import PipelineMicroBatch, Stage
 from hftune.strategies.pipeline_stages import check_stages, cut, layers_of
 from hftune.strategies.seeds import LayerSeeds
-
-
-@dataclass
-class StagePlan:
-    """One stage of the model."""
-
-    place: int
-    """Rank of its process in the pipeline, from 0."""
-    modules: list[str]
-    """Names of its modules in the model, layers one by one."""
-    parameters: int
-
-
-@dataclass
-class PipelinePlan:
-    """How a model is spread over the processes of a pipeline."""
-
-    replicas: int
-    """Pipelines in parallel. The process with a place in a replica has rank replica * places + place among all."""
-    schedule: str
-    micro_batches: int
-    """Per pipeline in a typical step."""
-    idle_share: float
-    """Share of such a step in which processes wait for each other, if all stages and micro-batches have equal cost."""
-    idle_share_of_twice: float
-    """The same with twice as many micro-batches."""
-    filled_up: int
-    """Dummy micro-batches in the first epoch, of one sample each, that the schedule needs and that do not count."""
-    stages: list[StagePlan] = field(default_factory=list)
-    """First to last; empty if the model cannot be built without values."""
-    places: list[StepMemory] = field(default_factory=list)
-    """Memory of each process of a pipeline, first to last; empty if it cannot be estimated."""
 
 
 def idle_share(config: ParallelConfig, num_micro_batches: int) -> float:

@@ -50,8 +50,8 @@ from hftune.planning.memory import (
     step_memory,
     without_values,
 )
-from hftune.planning.pipeline import PipelineMeter, PipelinePlan, idle_share
-from hftune.planning.record import Data, Disk, Group, Memory, Plan, Rate, Steps, Work
+from hftune.planning.pipeline import PipelineMeter, idle_share
+from hftune.planning.record import Data, Disk, Group, Memory, PipelinePlan, Plan, Rate, Steps, Work
 from hftune.settle import may_be_packed, may_score_head, width_of, without_padding
 from hftune.strategies.base import dummy_micro_batch
 from hftune.strategies.compilation import repeated_layers

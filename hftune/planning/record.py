@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hftune.planning.memory import StepMemory
-from hftune.planning.pipeline import PipelinePlan
 
 
 @dataclass
@@ -77,6 +76,29 @@ class Memory(StepMemory):
     samples: int = 0
     longest: int | None = None
     host_copy_bytes: int = 0
+
+
+@dataclass
+class StagePlan:
+    """One stage of the model: the rank of its process in the pipeline, from 0, and its modules, layers one by one."""
+
+    place: int
+    modules: list[str]
+    parameters: int
+
+
+@dataclass
+class PipelinePlan:
+    """How a model is spread over the processes of a pipeline. Stages and places are empty if they cannot be known."""
+
+    replicas: int
+    schedule: str
+    micro_batches: int
+    idle_share: float
+    idle_share_of_twice: float
+    filled_up: int
+    stages: list[StagePlan] = field(default_factory=list)
+    places: list[StepMemory] = field(default_factory=list)
 
 
 @dataclass

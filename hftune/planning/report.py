@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from textwrap import wrap
 
-from hftune.planning.pipeline import PipelinePlan
-from hftune.planning.record import Disk, Plan
+from hftune.planning.record import Disk, PipelinePlan, Plan
 from hftune.tracking.console import data_size
 
 HEADING = 15

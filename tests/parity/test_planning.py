@@ -20,8 +20,8 @@ from hftune.checkpoints.checkpointer import steps
 from hftune.config import TrainConfig
 from hftune.optim import optimizer_class
 from hftune.planning.memory import make_optimizer_state, packable_weights, step_memory
-from hftune.planning.pipeline import PipelinePlan
 from hftune.planning.plan import in_4_bits, make_plan, survey
+from hftune.planning.record import PipelinePlan
 from hftune.planning.report import plan_text
 from tests.support.runs import DATA, SMALL, TINY
 
