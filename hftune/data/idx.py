@@ -36,28 +36,18 @@ def load(folder: Path, split: str) -> datasets.Dataset:
     """Return the rows of a split: image, in the PGM format, whose pixels are those of the file, and label.
 
     Raises:
-        DataError: see ``read_split``.
+        DataError: a file is truncated or is not an idx file, or images and labels differ in number.
     """
     import datasets
 
-    images_NHW, labels_N = read_split(folder, split)
-    header = b"P5 %d %d 255\n" % (images_NHW.shape[2], images_NHW.shape[1])
-    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
-    images = [{"bytes": header + image_HW.tobytes(), "path": None} for image_HW in images_NHW]
-    return datasets.Dataset.from_dict({"image": images, "label": labels_N.tolist()}, kinds)
-
-
-def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the images (N, H, W) and labels (N,) of a split, both uint8.
-
-    Raises:
-        DataError: a file is truncated or is not an idx file, or images and labels differ in number.
-    """
     images, labels = (find(folder, split, kind) for kind in NAMES)
     images_NHW, labels_N = read(images, 3), read(labels, 1)
     if len(images_NHW) != len(labels_N):
         raise DataError(f"{images} holds {len(images_NHW):,} images, but {labels} holds {len(labels_N):,} labels.")
-    return images_NHW, labels_N
+    header = b"P5 %d %d 255\n" % (images_NHW.shape[2], images_NHW.shape[1])
+    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    encoded = [{"bytes": header + image_HW.tobytes(), "path": None} for image_HW in images_NHW]
+    return datasets.Dataset.from_dict({"image": encoded, "label": labels_N.tolist()}, kinds)
 
 
 def read(path: Path, num_dimensions: int) -> np.ndarray:
