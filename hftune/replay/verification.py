@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -65,11 +65,6 @@ class Segment:
         return self.end - self.start
 
 
-def segments_between(checkpoints: Iterable[int]) -> list[Segment]:
-    """Cut a run at the steps of its checkpoints."""
-    return [Segment(start, end) for start, end in pairwise([0, *sorted(checkpoints)])]
-
-
 def draw(segments: Sequence[Segment], count: int | None, seed: str) -> tuple[list[Segment], list[Segment], list[Segment]]:
     """Draw the segments to compute again.
 
@@ -116,7 +111,7 @@ class Verification:
             for step, hashes in sorted(receipt.checkpoints.items())
             if not any(changed_checkpoints({step: hashes}, self.history.folder))
         ]
-        self.segments = segments_between(self.checkpoints)
+        self.segments = [Segment(start, end) for start, end in pairwise([0, *self.checkpoints])]
 
     def check_data(self) -> Check:
         """Compare the rows of the training data, as they are here, with the hashes that the run noted."""
@@ -210,7 +205,9 @@ class Verification:
         wrong += self._different_values(segment.end, values)
         distances = [*measure(before, tensors, self._claimed(segment.end))]
         worst = max(distances, key=lambda distance: distance.share)
-        must_be_same = self._computes_the_same(segment)
+        here, is_cpu = self.replayer.environment(), self.replayer.strategy.device.type == "cpu"
+        starts = [self.history.ledger.starts_of[step] for step in range(segment.start + 1, segment.end + 1)]
+        must_be_same = is_cpu and all({key: start.get(key) for key in here} == here for start in starts)  # to the bit
         problems = []
         if not is_as_noted and must_be_same:
             problems.append("the first weights are not those that the ledger says")
@@ -263,12 +260,6 @@ class Verification:
         names = sorted((claimed.keys() | values.keys()) - {"scaler"})
         different = [name for name in names if not is_near(claimed.get(name), values.get(name))]
         return [f"checkpoint {step} states another {name} than its steps lead to" for name in different]
-
-    def _computes_the_same(self, segment: Segment) -> bool:
-        """Say whether this machine has to compute the same bits as the run: equal processes, CPUs, code and packages."""
-        here, is_cpu = self.replayer.environment(), self.replayer.strategy.device.type == "cpu"
-        starts = (self.history.ledger.starts_of[step] for step in range(segment.start + 1, segment.end + 1))
-        return is_cpu and all({key: start.get(key) for key in here} == here for start in starts)
 
 
 def different_files(folder: Path, again: Path, step: int) -> Iterator[str]:
