@@ -36,6 +36,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -259,12 +260,12 @@ class Callback:
         if cls.__init__ is object.__init__ and (arguments or named):  # which does not look, where there is a __new__
             raise TypeError(f"{cls.__qualname__} takes no arguments")
         made = super().__new__(cls)
-        given = ", ".join([*map(repr, arguments), *(f"{name}={value!r}" for name, value in named.items())])
-        made.made_as = f"{cls.__module__}.{cls.__qualname__}({re.sub(r' at 0x[0-9a-f]+', '', given)})"
+        given = re.sub(r" at 0x[0-9a-f]+", "", f"{arguments} {sorted(named.items())}")
+        made.made_as = f"{cls.__module__}.{cls.__qualname__} {sha256(given.encode()).hexdigest()[:16]}"
         return made
 
     made_as: str
-    """How it was made, such as "my_module.Watch(minutes=50)": a run that it has ended goes on if that changes."""
+    """Its class and a digest of its arguments, which may be secrets: a run that it has ended goes on if that changes."""
 
     def on_begin(self, begin: Begin) -> None:
         """Training is about to begin or to go on."""

@@ -86,9 +86,8 @@ def find_start(recipe: Recipe, group: Sequence[Member] | None = None, callbacks:
         checkpoint, skipped = _named(Path(resume).expanduser(), folder), []
     changed = _changes(checkpoint, recipe)
     state = checkpoint.progress["state"]
-    if state.get("ended_by") is not None and (before := state.get("callbacks", [])) != [*callbacks]:
-        given, were = (", ".join(made) or "none" for made in (callbacks, before))
-        changed.setdefault("callbacks", f"the callbacks given to train: {given} (it was {were})")
+    if state.get("ended_by") is not None and state.get("callbacks", []) != [*callbacks]:
+        changed.setdefault("callbacks", "the callbacks that train was given, or their arguments")
     notices = [*skipped, *(f"Changed: {text}." for text in changed.values())]
     telling = [key for key in changed if resume_rule(key, type(recipe.task)) not in ("harmless", "length")]
     return Start(checkpoint, notices, changed, telling, group)

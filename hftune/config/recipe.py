@@ -341,8 +341,16 @@ def _build(layers: list[Layer], default_name: str, trust_code: bool = True) -> R
             if problem := schema.assign(name, value):
                 problems.append(layer.locate(problem))
             source.origins[name] = layer.origin
+    # Drop keys such as train.gamma that a lower layer set for its own schedule or optimizer, which a higher one replaces.
+    ranks, train = {layer.origin: rank for rank, layer in enumerate(layers)}, schema.values["train"]
     for chooser in ("schedule", "optimizer"):
-        _drop_keys_of_other_choices(chooser, schema.values["train"], source, layers)
+        for name, choices in needing(TrainConfig, chooser).items():
+            set_by, chosen_by = (source.origins.get(key) for key in (f"train.{name}", f"train.{chooser}"))
+            if set_by is None or chosen_by is None or "${" in str(train[chooser]):
+                continue
+            if ranks[set_by] < ranks[chosen_by] and train[chooser] not in choices:
+                train[name] = keys_of(TrainConfig, "train")[name].default
+                del source.origins[f"train.{name}"]
     if not trust_code and _task_reads_environment(schema.plain()):
         raise ConfigError(f"The task of {layers[-2].path} refers to environment variables, which can be secrets. {TRUST}")
     resolved, unresolved = schema.resolve()
@@ -375,18 +383,6 @@ def _build(layers: list[Layer], default_name: str, trust_code: bool = True) -> R
     recipe = Recipe(**vars(top), **sections, source=source)
     recipe.refuse_secrets()
     return recipe
-
-
-def _drop_keys_of_other_choices(chooser: str, train: dict[str, Any], source: Source, layers: list[Layer]) -> None:
-    """Drop keys such as train.gamma that a lower layer set for its own schedule or optimizer, which a higher one replaces."""
-    ranks = {layer.origin: rank for rank, layer in enumerate(layers)}
-    for name, choices in needing(TrainConfig, chooser).items():
-        origins = [source.origins.get(key) for key in (f"train.{name}", f"train.{chooser}")]
-        if None in origins or "${" in str(train[chooser]):
-            continue
-        if ranks[origins[0]] < ranks[origins[1]] and train[chooser] not in choices:
-            train[name] = keys_of(TrainConfig, "train")[name].default
-            del source.origins[f"train.{name}"]
 
 
 def _unresolved(raw: Any, value: Any) -> Any:
