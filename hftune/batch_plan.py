@@ -184,21 +184,22 @@ class BatchPlan:
         """Sort every global batch by length, longest first; equal lengths by sample number."""
         if self.lengths is None:
             return order_N
-        whole = len(order_N) // self.batch_size * self.batch_size
-        rest = self._sorted(order_N[None, whole:])
+
+        def by_length(samples_SB: np.ndarray) -> np.ndarray:
+            keys_SB = (-lengths_N[samples_SB].astype(np.int64)) << 32 | samples_SB
+            keys_SB.sort(axis=1)
+            return keys_SB & 0xFFFFFFFF
+
+        lengths_N, whole = self.lengths, len(order_N) // self.batch_size * self.batch_size
+        rest = by_length(order_N[None, whole:])
         if whole:
             head_SB = order_N[:whole].reshape(-1, self.batch_size)
             # In slices, so that the 8-byte sort keys of ten million samples never exist all at once.
             rows = max(1, 2**20 // self.batch_size)
             for start in range(0, len(head_SB), rows):
-                head_SB[start : start + rows] = self._sorted(head_SB[start : start + rows])
+                head_SB[start : start + rows] = by_length(head_SB[start : start + rows])
         order_N[whole:] = rest[0]
         return order_N
-
-    def _sorted(self, samples_SB: np.ndarray) -> np.ndarray:
-        keys_SB = (-self.lengths[samples_SB].astype(np.int64)) << 32 | samples_SB
-        keys_SB.sort(axis=1)
-        return keys_SB & 0xFFFFFFFF
 
 
 def samples_in_passes(num_samples: int, first: int, last: int, seed: Sequence[int]) -> np.ndarray:
@@ -263,7 +264,7 @@ class EpochPlan(Sequence):
             rows = _Lengths([1] * len(samples_B) if plan.lengths is None else plan.lengths[samples_B].tolist(), max_rows)
         else:
             rows = _Sizes(plan.sizes[samples_B].tolist(), max_rows, plan.padded_length)
-        high = plan.micro_batch_tokens or rows.widest * max_rows
+        high = plan.micro_batch_tokens or rows.padded(0, len(samples_B)) * max_rows
         if plan.lengths is None and plan.parts is None:
             stops = rows.fill(high)  # full ones, and a rest
         else:
@@ -321,11 +322,6 @@ class _Lengths:
         """Padded length of the longest row alone."""
         return self.lengths[0]
 
-    @property
-    def widest(self) -> int:
-        """Padded length of all rows together."""
-        return self.lengths[0]
-
     def padded(self, start: int, stop: int) -> int:
         """Return the padded length of some rows."""
         return self.lengths[start]
@@ -350,10 +346,6 @@ class _Sizes:
     @property
     def longest(self) -> int:
         return max(map(self.padded_length, self.sizes))
-
-    @property
-    def widest(self) -> int:
-        return self.padded(0, len(self.sizes))
 
     def padded(self, start: int, stop: int) -> int:
         return self.padded_length([*map(max, zip(*self.sizes[start:stop], strict=True))])

@@ -267,7 +267,11 @@ class Recipe(RunConfig):
         """Return whether ``load`` refuses what ``to_yaml`` returns without ``trust_code``; its trackers are not considered."""
         values = {key: value for key, value in self.to_dict().items() if key != "track"}
         named = [*_code_of_task(self.task), *code_of_sections(self.train, self.eval, TrackConfig(), self.callbacks)]
-        return bool(named) or not is_own(f"{type(self.task).__module__}.") or _task_reads_environment(values)
+        return (
+            bool(named)
+            or not is_own(f"{type(self.task).__module__}.")
+            or (_reads_environment(values) and _refers(values["task"]))
+        )
 
     def environment_digests(self) -> dict[str, str]:
         """Return a short digest of each value that ``to_dict`` leaves out, to compare processes without disclosing it."""
@@ -351,7 +355,8 @@ def _build(layers: list[Layer], default_name: str, trust_code: bool = True) -> R
             if ranks[set_by] < ranks[chosen_by] and train[chooser] not in choices:
                 train[name] = keys_of(TrainConfig, "train")[name].default
                 del source.origins[f"train.{name}"]
-    if not trust_code and _task_reads_environment(schema.plain()):
+    reads_environment = _reads_environment(plain := schema.plain())
+    if not trust_code and reads_environment and _refers(plain["task"]):
         raise ConfigError(f"The task of {layers[-2].path} refers to environment variables, which can be secrets. {TRUST}")
     resolved, unresolved = schema.resolve()
     problems += unresolved
@@ -370,7 +375,7 @@ def _build(layers: list[Layer], default_name: str, trust_code: bool = True) -> R
         *code_of_sections(sections["train"], sections["eval"], sections["track"], sections[""].callbacks),
     ]:
         _check_code(name, code, source.origins.get(name, ""), layers, trust_code)
-    if _reads_environment(schema.plain()):
+    if reads_environment:
         # Then every reference may lead to it. Numbers are not withheld: they are no secrets, and a run must not resume silently
         # with different ones.
         source.as_written = {
@@ -413,10 +418,6 @@ def _texts(raw: Any) -> Iterator[str]:
 
 
 TRUST = "Add --trust-code (in Python: trust_code=True) if you trust whoever wrote it."
-
-
-def _task_reads_environment(values: Any) -> bool:
-    return _reads_environment(values) and _refers(values["task"])
 
 
 CODE_FIELDS = ("dataset", "network")

@@ -80,11 +80,6 @@ def cell(value: Any) -> str:
     return " ".join(text.replace("|", "\\|").split())
 
 
-def accelerate_run(kind: str) -> type[AccelerateRun]:
-    """Return the class of a tracker that Accelerate knows."""
-    return type(f"AccelerateRun_{kind}", (AccelerateRun,), {"kind": kind})
-
-
 def options(kind: str, recipe: Recipe, earlier: EarlierRun) -> dict[str, Any]:
     """Return keyword arguments of a tracker's class at Accelerate, which passes most of them on to the package."""
     track, folder = recipe.track, Path(recipe.output_dir)

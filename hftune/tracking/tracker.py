@@ -73,9 +73,9 @@ def tracker_class(name: str) -> type[TrackerBackend]:
             package = f'"hftune[{name}]"' if name in EXTRAS else name.replace("_", "-")
             raise ConfigError(f"track.with={name} needs a package that is not installed: pip install {package}.")
         if name not in TRACKERS:
-            from hftune.tracking.accelerate_tracker import accelerate_run
+            from hftune.tracking.accelerate_tracker import AccelerateRun
 
-            return accelerate_run(name)
+            return type(f"AccelerateRun_{name}", (AccelerateRun,), {"kind": name})
     module, _, attribute = TRACKERS.get(name, name).rpartition(".")
     found = import_named("track.with", name, module, attribute)
     if not (isinstance(found, type) and issubclass(found, TrackerBackend)):
