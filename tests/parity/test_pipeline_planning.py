@@ -49,17 +49,17 @@ def test_stages_are_listed_with_layers_weights_and_processes():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "model"),
+    ("schedule", "places", "model"),
     [
-        ("gpipe", "chain"),
-        ("1f1b", "gpt2"),
-        ("interleaved", "llama_tied"),
-        *[("zero_bubble", model) for model in ("gpt2", "chain", "llama_tied")],
+        ("gpipe", 2, "chain"),
+        ("1f1b", 2, "gpt2"),
+        ("interleaved", 2, "llama_tied"),
+        *[("zero_bubble", 2, "gpt2"), ("zero_bubble", 2, "chain"), ("zero_bubble", 4, "llama_tied")],
     ],
 )
-def test_what_is_summed_up_by_a_formula_is_what_a_whole_step_takes(schedule, model):
-    words = [f"parallel.schedule={schedule}", f"task.model={model}", "train.optimizer=adamw", "train.batch_size=6"]
-    recipe = recipe_of("parallel.pipeline_stages=2", *words)
+def test_what_is_summed_up_by_a_formula_is_what_a_whole_step_takes(schedule, places, model):
+    words = [f"parallel.schedule={schedule}", f"task.model={model}", "train.optimizer=adamw", f"train.batch_size={3 * places}"]
+    recipe = recipe_of(f"parallel.pipeline_stages={places}", *words)
     task, dataset = recipe.task, load_datasets(recipe)["train"]
     step = plan_batches(recipe, dataset).epoch(0)[0]
     batches = [task.collate([dataset[sample] for sample in part.samples.tolist()]) for part in step]
@@ -92,7 +92,7 @@ def orders(config, count):
 
 def peak_of_step(meter, place, order):
     """What a process holds at most, all of its step computed and nothing summed up."""
-    own = nn.ModuleList(meter.stages[index] for index in range(place, len(meter.stages), 2))
+    own = nn.ModuleList(meter.stages[index] for index in range(place, len(meter.stages), meter.config.pipeline_stages))
     work, counter, outputs, halves, sent = own[0].micro_batches, TensorBytes(), {}, {}, {}
     meter.optimizer.zero_grad()
     counter.add_all([*own.parameters(), *own.buffers(), *(value for item in work for value in tensors(item))])
