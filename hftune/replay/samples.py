@@ -21,7 +21,7 @@ from hftune.models.trial import restored_buffers
 from hftune.strategies.base import StepBatch, StepReport, Strategy
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.packing import PACKING
-from hftune.strategies.sharding import Replicated
+from hftune.strategies.sharding import Sharding
 from hftune.strategies.two_pass import rows_of, step_losses
 from hftune.strategies.whole_model import ModelNeeded, absent_model
 from hftune.task import BatchLossTask, Task, ask
@@ -219,7 +219,7 @@ def batch_loss(replayer: Replayer, batch: StepBatch, step: int) -> float:
 
 
 def holds_whole_model(strategy: Strategy) -> bool:
-    return isinstance(strategy, DataParallel) and isinstance(strategy.sharding, Replicated)
+    return isinstance(strategy, DataParallel) and type(strategy.sharding) is Sharding  # not under FSDP
 
 
 def whole_model(replayer: Replayer) -> DataParallel:

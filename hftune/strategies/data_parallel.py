@@ -24,7 +24,7 @@ from hftune.strategies.optimizer_state import most_moments
 from hftune.strategies.packing import compute, inputs_of, install_packing, reads_scores
 from hftune.strategies.pipeline_stages import layers_of
 from hftune.strategies.seeds import LayerSeeds
-from hftune.strategies.sharding import Replicated, fill_gradients, refuse_unused, without_gradient
+from hftune.strategies.sharding import Sharding, fill_gradients, refuse_unused, without_gradient
 from hftune.strategies.statistics import RunningStatistics, class_names, freeze
 from hftune.strategies.two_pass import cached_losses
 from hftune.task import BatchLossTask, Task
@@ -35,11 +35,11 @@ class DataParallel(Strategy):
 
     computes_alone = True
 
-    sharding: Replicated
+    sharding: Sharding
 
     def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None):
         super().__init__(accelerator, task, progress)
-        self.sharding = Replicated(accelerator, self)
+        self.sharding = Sharding(accelerator, self)
         self._seeds = LayerSeeds(self.device)
         self._statistics = RunningStatistics([], self.exact)
         self._checked_gradients = False

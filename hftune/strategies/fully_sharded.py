@@ -29,7 +29,7 @@ from hftune.strategies.base import NOTHING_ASKED, Asks, StepBatch, Strategy
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.optimizer_state import check_optimizer
 from hftune.strategies.seeds import seed_forward
-from hftune.strategies.sharding import Replicated, start_equal
+from hftune.strategies.sharding import Sharding, start_equal
 from hftune.strategies.whole_model import absent_model, materialize, meta_copy, tied_parameters
 from hftune.task import Task
 
@@ -149,7 +149,7 @@ class FullySharded(DataParallel):
             return self.sharding.wrapped(**self.evaluation_inputs(batch))
 
 
-class ShardedWeights(Replicated):
+class ShardedWeights(Sharding):
     """Parameters, gradients and moments are DTensors, of which each process holds a slice; buffers are on every process."""
 
     meta_model: nn.Module

@@ -5,7 +5,6 @@ Independent of steps, epochs and files.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -31,12 +30,12 @@ SavedState = tuple[Tensors, dict[str, Any]]
 """Tensors, and plain values (the gradient scaler's)."""
 
 
-class Sharding(ABC):
-    """What this process holds of a model and its optimizer.
+class Sharding:
+    """What this process holds of a model and its optimizer: here everything, as with one process or DDP through Accelerate.
 
-    Saving and loading are written once, here, by the names of the whole model; so a checkpoint can be loaded under any other
-    sharding. Subclasses say what this process holds (``parameters``, ``tensors``, ``expected``) and how whole tensors travel
-    (``gather``, ``scatter``).
+    Saving and loading are written once, by the names of the whole model; so a checkpoint can be loaded under any other
+    sharding. Subclasses say what else a process may hold (``parameters``, ``tensors``, ``expected``) and how whole tensors
+    travel then (``gather``, ``scatter``).
     """
 
     model: nn.Module
@@ -56,7 +55,6 @@ class Sharding(ABC):
         self.accelerator, self.group = accelerator, group
         self._host: Tensors = {}
 
-    @abstractmethod
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Keep this process's part of a model that all processes have built, with the main process's weights. Collective.
 
@@ -65,34 +63,42 @@ class Sharding(ABC):
         Raises:
             ConfigError: the optimizer cannot be saved, or spread in this way; see ``check_optimizer``.
         """
+        check_optimizer(optimizer, self.accelerator.device)
+        self.initial_options = options_of(optimizer)
+        self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.model = self.accelerator.unwrap_model(self.wrapped)
+        takes_choice = "set_to_none" in signature(self.bare_optimizer.zero_grad).parameters  # not every class of one's own
+        self.keeps_gradient = isinstance(self.wrapped, DistributedDataParallel) and takes_choice
 
-    @abstractmethod
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of which this process holds at least a part, by their names in the whole model. Local."""
+        return dict(self.model.named_parameters())
 
-    @abstractmethod
     def tensors(self) -> Tensors:
         """Return everything on this process that belongs in a checkpoint: the live tensors, not copies. Local.
 
         Tied parameters have one name, the first.
         """
+        return checkpoint_tensors(self.model, self.bare_optimizer)
 
     def plain_state(self) -> dict[str, Any]:
         """Return, on the main process, what the optimizer's state holds besides tensors, for the whole model. Collective."""
         return plain_state(self.bare_optimizer, {value: name for name, value in self.parameters().items()})
 
-    @abstractmethod
     def expected(self) -> Mapping[str, Tensor]:
         """Return the parameters and buffers of the whole model by name; only their shapes are read. Local."""
+        return self.tensors()["model"]
 
-    @abstractmethod
     def gather(self, group: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole tensors of one group of ``tensors`` on the main process, one at a time; elsewhere nothing.
 
         Collective: all processes must exhaust it.
         """
+        for key, value in group.items():
+            whole = self.whole(value)
+            if self.group.is_main:
+                yield key, whole
 
-    @abstractmethod
     def scatter(self, part: Tensor | None, whole: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
         """Copy the main process's ``whole`` tensor into this process's ``part`` of it. Collective.
 
@@ -100,17 +106,24 @@ class Sharding(ABC):
             part: None if this process holds nothing of it.
             whole: None on all processes but the main one.
         """
+        if part is None:  # no process has it
+            return
+        if whole is not None:
+            part.copy_(whole)
+        self.group.broadcast_tensor(part)
 
-    @abstractmethod
     def share_statistics(self) -> None:
         """Give all processes the main process's running statistics, which are also those that are exported. Collective."""
+        for buffer in self.model.buffers():
+            if buffer.is_floating_point():
+                self.group.broadcast_tensor(buffer)
 
-    @abstractmethod
     def unwrap(self) -> nn.Module:
         """Return a plain, whole model with the current weights on the main process. Elsewhere its values may be missing.
 
         Collective.
         """
+        return self.model
 
     def begin_training(self, keeps_average: bool) -> None:
         """Get ready for optimizer steps, after ``prepare``; with a moving average of the weights, if asked for. Local.
@@ -158,7 +171,19 @@ class Sharding(ABC):
 
     def clear_gradient(self) -> None:
         """Clear the gradient after a step. Local."""
-        self.optimizer.zero_grad()
+        if self.keeps_gradient:
+            # Gradients are views of DDP's buckets. Set to None, they would come about once more beside these.
+            self.optimizer.zero_grad(set_to_none=False)
+        else:
+            self.optimizer.zero_grad()
+
+    def accumulating(self) -> AbstractContextManager:
+        """Return the context of all backward passes of a step but its last one. Local."""
+        return self.accelerator.no_sync(self.wrapped)
+
+    def whole(self, value: Tensor) -> Tensor:
+        """Return all of a tensor of which this process may hold a part. Collective."""
+        return value
 
     @property
     def bare_optimizer(self) -> torch.optim.Optimizer:
@@ -249,63 +274,6 @@ class Sharding(ABC):
             raise ValueError(f"the optimizer's {unknown[0]} belongs to no parameter")
         listed = {name: [(key, value.shape, value.dtype) for key, value in group.items()] for name, group in tensors.items()}
         return {**listed, **values}
-
-
-class Replicated(Sharding):
-    """Every process holds everything: one process, or DDP through Accelerate."""
-
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        check_optimizer(optimizer, self.accelerator.device)
-        self.initial_options = options_of(optimizer)
-        self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.model = self.accelerator.unwrap_model(self.wrapped)
-        takes_choice = "set_to_none" in signature(self.bare_optimizer.zero_grad).parameters  # not every class of one's own
-        self.keeps_gradient = isinstance(self.wrapped, DistributedDataParallel) and takes_choice
-
-    def clear_gradient(self) -> None:
-        if self.keeps_gradient:
-            # Gradients are views of DDP's buckets. Set to None, they would come about once more beside these.
-            self.optimizer.zero_grad(set_to_none=False)
-        else:
-            super().clear_gradient()
-
-    def accumulating(self) -> AbstractContextManager:
-        """Return the context of all backward passes of a step but its last one. Local."""
-        return self.accelerator.no_sync(self.wrapped)
-
-    def whole(self, value: Tensor) -> Tensor:
-        """Return all of a tensor of which this process may hold a part. Collective."""
-        return value
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.model.named_parameters())
-
-    def tensors(self) -> Tensors:
-        return checkpoint_tensors(self.model, self.bare_optimizer)
-
-    def expected(self) -> Mapping[str, Tensor]:
-        return self.tensors()["model"]
-
-    def gather(self, group: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        for key, value in group.items():
-            whole = self.whole(value)
-            if self.group.is_main:
-                yield key, whole
-
-    def scatter(self, part: Tensor | None, whole: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
-        if part is None:  # no process has it
-            return
-        if whole is not None:
-            part.copy_(whole)
-        self.group.broadcast_tensor(part)
-
-    def share_statistics(self) -> None:
-        for buffer in self.model.buffers():
-            if buffer.is_floating_point():
-                self.group.broadcast_tensor(buffer)
-
-    def unwrap(self) -> nn.Module:
-        return self.model
 
 
 def empty_on_host(whole: Tensor) -> Tensor:

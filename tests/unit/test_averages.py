@@ -9,7 +9,7 @@ from torch import nn
 
 from hftune import ConfigError
 from hftune.strategies.averages import MovingAverage, averaged_names
-from hftune.strategies.sharding import Replicated, checkpoint_tensors
+from hftune.strategies.sharding import Sharding, checkpoint_tensors
 
 
 def prepared(model, optimizer, keeps_average):
@@ -19,7 +19,7 @@ def prepared(model, optimizer, keeps_average):
     group = SimpleNamespace(
         is_main=True, on_main=lambda call: call(), device=torch.device("cpu"), broadcast_tensor=lambda value: None
     )
-    sharding = Replicated(accelerator, group)
+    sharding = Sharding(accelerator, group)
     sharding.prepare(model, optimizer)
     sharding.begin_training(keeps_average)
     return sharding

@@ -17,7 +17,7 @@ from hftune.planning.memory import TensorBytes
 from hftune.strategies import sharding
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.fully_sharded import FullySharded
-from hftune.strategies.sharding import Replicated, empty_on_host
+from hftune.strategies.sharding import Sharding, empty_on_host
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ class OnlyAccelerator(SimpleNamespace):
         return wrapped.module
 
 
-def replicated(model: nn.Module) -> Replicated:
-    found = Replicated(OnlyAccelerator(), None)
+def replicated(model: nn.Module) -> Sharding:
+    found = Sharding(OnlyAccelerator(), None)
     found.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
     return found
 
@@ -73,7 +73,7 @@ class Plain(torch.optim.SGD):
 
 def test_an_optimizer_that_has_no_choice_clears_the_gradient_in_its_own_way(group):
     model = nn.Linear(4, 2)
-    held = Replicated(OnlyAccelerator(), None)
+    held = Sharding(OnlyAccelerator(), None)
     held.prepare(model, Plain(model.parameters(), lr=0.1))
     held.wrapped(torch.ones(3, 4)).sum().backward()
     held.clear_gradient()

@@ -16,7 +16,7 @@ from hftune.strategies.optimizer_state import (
     options_of,
     plain_state,
 )
-from hftune.strategies.sharding import Replicated
+from hftune.strategies.sharding import Sharding
 from tests.support.optimizers import Counted
 
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ def test_a_trial_leaves_the_accelerator_alone_if_training_does(monkeypatch):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("meta"))
     accelerator = SimpleNamespace(device=CPU, prepare=lambda *parts: parts, unwrap_model=lambda model: model)
-    Replicated(accelerator, None).prepare(nn.Linear(3, 2), built(Located))
+    Sharding(accelerator, None).prepare(nn.Linear(3, 2), built(Located))
     assert Located.devices == {"cpu"}
 
 
