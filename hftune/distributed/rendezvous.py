@@ -64,54 +64,47 @@ def await_all(store: Any, rank: int, num_processes: int, timeout: timedelta) -> 
 def agree(store: Any, rank: int, num_processes: int, timeout: timedelta) -> Any:
     """Return a store that all processes of this attempt share, and no earlier attempt.
 
-    Process 0 waits for all others, each other one until process 0 has heard it.
+    Process 0 invites until all others have come.
 
     Raises:
         DistStoreError: the other processes did not arrive in time.
     """
     attempt, until = Attempt(dist.PrefixStore("group", store), rank), time.monotonic() + timeout.total_seconds()
-    while (found := attempt.look()) is None or (rank == 0 and attempt.num_confirmed < num_processes - 1):
+    while (found := attempt.look()) is None or (rank == 0 and found.add("come", 0) < num_processes - 1):
         if time.monotonic() > until:
             raise dist.DistStoreError(f"Not all {num_processes} processes met within {timeout}, as process {rank} saw it.")
         time.sleep(0.05)
+    if rank != 0:
+        found.add("come", 1)
     return found
 
 
 class Attempt:
     """The processes of one attempt of a group that may be restarted, of which earlier ones have used the same store.
 
-    Process 0 invites; each other process answers the newest invitation with a random word. An invitation counts once it is
-    confirmed with that word, which process 0 of an earlier attempt cannot know.
+    Process 0 invites, with a number that it raises at each look. The others follow an invitation whose number rises: process 0
+    of an earlier attempt has ended, or looks no more.
     """
 
     def __init__(self, store: Any, rank: int):
-        self._store, self._rank, self._word = store, rank, uuid.uuid4().hex
+        self._store, self._is_host = store, rank == 0
         self._job = f"hftune/{ProcessInfo.from_environment().run_id}"
-        self.num_confirmed = 0
-        self._name: str | None = None
+        self._name, self._count = uuid.uuid4().hex if rank == 0 else "", 0
+        self._seen: dict[str, str] = {}
+        """The number of each invitation when it was first seen."""
         self._shared: Any = None
-        if rank == 0:
-            self._name = uuid.uuid4().hex
-            store.set(f"{self._job}/invitation", self._name)
-            self._shared = dist.PrefixStore(f"{self._job}/{self._name}", store)
 
     def look(self) -> Any | None:
-        """Return the store of this attempt, the same object while nothing changes; None until process 0 has confirmed it."""
-        if self._rank == 0:
-            self._confirm()
-        elif self._store.check([f"{self._job}/invitation"]):
-            self._answer(self._store.get(f"{self._job}/invitation").decode())
-        return self._shared
-
-    def _confirm(self) -> None:
-        """Confirm the processes that have answered since the last look; a single request if none has."""
-        while self._store.check([key := f"{self._job}/{self._name}/answer/{self.num_confirmed + 1}"]):
-            self._store.set(f"{self._job}/{self._name}/confirmed/{self._store.get(key).decode()}", "")
-            self.num_confirmed += 1
-
-    def _answer(self, name: str) -> None:
-        if name != self._name:
-            self._name, self._shared = name, None
-            self._store.set(f"{self._job}/{name}/answer/{self._store.add(f'{self._job}/{name}/answers', 1)}", self._word)
-        if self._shared is None and self._store.check([f"{self._job}/{name}/confirmed/{self._word}"]):
-            self._shared = dist.PrefixStore(f"{self._job}/{name}", self._store)
+        """Return the store of this attempt, the same object while nothing changes; None until process 0 is seen to invite."""
+        if self._is_host:
+            self._count += 1
+            self._store.set(f"{self._job}/invitation", f"{self._name} {self._count}")
+            name, is_new = self._name, self._shared is None
+        elif not self._store.check([f"{self._job}/invitation"]):
+            return None
+        else:
+            name, _, count = self._store.get(f"{self._job}/invitation").decode().partition(" ")
+            is_new = name != self._name and self._seen.setdefault(name, count) != count
+        if is_new:
+            self._name, self._shared = name, dist.PrefixStore(f"{self._job}/{name}", self._store)
+        return self._shared if name == self._name else None
