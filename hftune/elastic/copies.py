@@ -247,6 +247,8 @@ class Sender(threading.Thread):
                     with self.copies.changed:
                         self.version = version
                         self.copies.changed.notify_all()
+        if self.is_chosen:
+            self.copies.agreed.discard(self.machine)
         self.channel.close()
 
     def _pause(self) -> None:

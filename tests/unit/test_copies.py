@@ -238,6 +238,17 @@ def test_the_end_waits_for_the_last_copy_and_for_nobody_who_is_gone(here, there,
     assert not ends.is_alive()
 
 
+def test_the_end_waits_for_a_machine_whose_connection_has_just_broken(here, there):
+    copy(here, there)
+    here.begin(here, there, number=1)
+    (sender,) = here.copies._senders
+    write_checkpoint(here.copies.folder, 20)
+    sender.stop()
+    sender.join()
+    here.copies.complete()
+    assert steps(there.copies.folder / "checkpoints") == [20]
+
+
 def test_the_end_waits_for_a_machine_that_has_just_come_and_not_for_one_that_shares_the_folder(here, there):
     here.begin(here, there)
     connects = threading.Timer(0.3, there.begin, (here, there))
