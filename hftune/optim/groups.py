@@ -60,8 +60,16 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[Group]:
     groups = [{"lr": config.lr, "weight_decay": config.weight_decay, **group} for group in groups]
     if config.groups or config.layer_decay is not None:
         groups = split_by_recipe(model, recipe, groups)
-    if config.optimizer == "muon":
-        groups = split_matrices(model, groups)
+    if config.optimizer == "muon":  # which trains the matrices between embeddings and head
+        matrices = {*hidden_matrices(model)}
+        groups = [
+            {**group, "params": [value for value in group["params"] if (value in matrices) is is_matrix], MATRICES: is_matrix}
+            for group in groups
+            for is_matrix in (True, False)
+        ]
+        if not any(group["params"] for group in groups if group[MATRICES]):
+            name = type(model).__name__
+            raise ConfigError(f"train.optimizer=muon: {name} has no trainable matrices between embeddings and head. Use adamw.")
     return [{**group, "lr_scale": group["lr"] / config.lr} for group in groups if group["params"]]
 
 
@@ -105,23 +113,4 @@ def split_by_recipe(model: nn.Module, recipe: Recipe, groups: Sequence[Group]) -
             options = rule.get("lr", lr), rule.get("weight_decay", group["weight_decay"])
             parts.setdefault(options, []).append(parameter)
         split += [{**group, "params": params, "lr": lr, "weight_decay": decay} for (lr, decay), params in parts.items()]
-    return split
-
-
-def split_matrices(model: nn.Module, groups: Sequence[Group]) -> list[Group]:
-    """Mark the groups that Muon trains: matrices between embeddings and head.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    matrices = {*hidden_matrices(model)}
-    split = [
-        {**group, "params": [value for value in group["params"] if (value in matrices) is is_matrix], MATRICES: is_matrix}
-        for group in groups
-        for is_matrix in (True, False)
-    ]
-    if not any(group["params"] for group in split if group[MATRICES]):
-        raise ConfigError(
-            f"train.optimizer=muon: {type(model).__name__} has no trainable matrices between embeddings and head. Use adamw."
-        )
     return split

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -59,12 +59,21 @@ class DataParallel(Strategy):
         # (watched with 4 processes and Gloo, torch 2.13).
         if self.num_processes == 1 and not named_buffers(self.sharding.model):
             return self._keep_statistics([], frozen)
+        missing: list[str] = []
+
+        def note(name: str, parameter: Tensor) -> None:  # by which the backward pass comes in vain
+            if parameter.grad is None:  # not yet one that DDP shares out
+                missing.append(name)
+
+        trainable = [(name, value) for name, value in self.sharding.model.named_parameters() if value.requires_grad]
+        hooks = [value.register_post_accumulate_grad_hook(partial(note, name)) for name, value in trainable]
         with restored_buffers(self.sharding.model) as changed:
             try:
-                with reached(dict(self.sharding.model.named_parameters())) as missing:
-                    inputs = self._backward_once(self.sharding.wrapped, dataset, micro_batch.samples)
+                inputs = self._backward_once(self.sharding.wrapped, dataset, micro_batch.samples)
                 self._check_gradients(inputs, missing if self._is_ddp else None)
             finally:
+                for hook in hooks:
+                    hook.remove()
                 self.sharding.clear_gradient()
         places = named_buffers(self.sharding.model)
         return self._keep_statistics([places[name] for name in self.broadcast([*changed])], frozen)
@@ -264,21 +273,3 @@ class ReachingAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return gradient, *[None] * ctx.count
-
-
-@contextmanager
-def reached(parameters: Mapping[str, nn.Parameter]) -> Iterator[list[str]]:
-    """Yield a list that is filled with the names of the trainable parameters by which a backward pass comes in vain."""
-    missing: list[str] = []
-
-    def note(name: str, parameter: Tensor) -> None:
-        if parameter.grad is None:  # not yet one that DDP shares out
-            missing.append(name)
-
-    trainable = {name: value for name, value in parameters.items() if value.requires_grad}
-    hooks = [value.register_post_accumulate_grad_hook(partial(note, name)) for name, value in trainable.items()]
-    try:
-        yield missing
-    finally:
-        for hook in hooks:
-            hook.remove()
