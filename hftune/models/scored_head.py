@@ -15,8 +15,7 @@ Source: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from types import MethodType
@@ -115,8 +114,17 @@ def install(model: nn.Module, at_once: int | None = None) -> Callable[[], None]:
             loss_sum, losses_BT = _score(head, hidden_BTC, targets, most)
             return loss_sum.view(1, 1, 1).clone()  # a logit, for what the model does behind its head; FSDP wants no view
 
-        with _replaced(head.module, score) as sums:
+        # The head's hooks stay: FSDP gathers its weights before it, often in a unit with the last norm, and frees them after
+        # it. In the backward pass it gathers them again when the gradient of the output arrives, so the output has to be what
+        # is used: it is taken by the last of all hooks.
+        sums: list[Tensor] = []
+        undo = _set_forward(head.module, score)
+        handle = head.module.register_forward_hook(lambda module, args, output: sums.append(output))
+        try:
             outputs = original(self, *args, **inputs)
+        finally:
+            handle.remove()
+            undo()
         (loss_sum,) = sums
         rest = {name: getattr(outputs, name, None) for name in ("past_key_values", "encoder_last_hidden_state")}
         return ScoredOutput(loss_sum.view(()), losses_BT, **rest)
@@ -136,22 +144,6 @@ def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[],
             module.forward = own
 
     return undo
-
-
-@contextmanager
-def _replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[list[Tensor]]:
-    """Let a module compute something else, and yield a list that its output is added to.
-
-    Its hooks stay: FSDP gathers the weights of the head before it, often in a unit with the last norm, and frees them after it.
-    In the backward pass it gathers them again when the gradient of the output arrives, so the output has to be what is used.
-    """
-    undo, outputs = _set_forward(module, forward), list[Tensor]()
-    handle = module.register_forward_hook(lambda module, args, output: outputs.append(output))  # the last of all hooks
-    try:
-        yield outputs
-    finally:
-        handle.remove()
-        undo()
 
 
 def _score(head: Head, hidden_BTC: Tensor, targets_BT: Tensor, at_once: int) -> tuple[Tensor, Tensor | None]:
