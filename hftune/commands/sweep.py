@@ -118,28 +118,27 @@ class Sweep:
         path, own = self.folder / SWEEP, self.identity()
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
-            if before["sweep"] != own:
-                was, changed = before["sweep"], next(name for name in own if before["sweep"].get(name) != own[name])
-                how = f": {changed} {format_value(was.get(changed))}, not {format_value(own[changed])}"
-                raise ConfigError(
-                    f"{self.folder} holds a different sweep{'' if changed == 'digest' else how}. Set output_dir=... to a "
-                    "different folder."
-                )
+            was, trials = before["sweep"], before["trials"]
         except FileNotFoundError:
-            before = {"trials": []}
+            was, trials = own, []
         except (OSError, ValueError, KeyError) as error:
-            if isinstance(error, ConfigError):
-                raise
             raise ConfigError(f"{path} cannot be read. Remove it, or set output_dir=... to a different folder.") from error
+        if was != own:
+            changed = next(name for name in own if was.get(name) != own[name])
+            how = (
+                "" if changed == "digest" else f": {changed} {format_value(was.get(changed))}, not {format_value(own[changed])}"
+            )
+            raise ConfigError(f"{self.folder} holds a different sweep{how}. Set output_dir=... to a different folder.")
         if self.num_trials is None:
             self.trials = [Trial(trial_name(values), values) for values in self.space.grid()]
         else:
-            self.trials = [Trial(**trial) for trial in sorted(before["trials"], key=lambda trial: trial["name"])]
-            self._begin_search()
+            self.trials = [Trial(**trial) for trial in sorted(trials, key=lambda trial: trial["name"])]
         for trial in self.trials:
-            # Failed ones of a grid are tried again; Optuna has learned from them.
+            # Failed ones of a grid are tried again; those of a search count.
             if not trial.read_result(self.folder_of(trial)) and not (self.num_trials and trial.state == "failed"):
-                trial.state = "waiting"
+                trial.state, trial.value = "waiting", None
+        if self.num_trials is not None:
+            self._begin_search()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.write()
@@ -155,10 +154,9 @@ class Sweep:
         sampler = optuna.samplers.TPESampler(seed=(self.recipe.seed + len(self.trials)) % 2**32, constant_liar=True)
         self.study = optuna.create_study(direction="maximize" if self.recipe.greater_is_better else "minimize", sampler=sampler)
         self.asked: dict[str, Any] = {}
-        """Optuna's own numbers of the trials that it has been asked for, by their names."""
+        """Optuna's trials that it has been asked for in this call, by the names of ours."""
         for trial in self.trials:
-            if trial.read_result(self.folder_of(trial)):
-                self.ended(trial)
+            self.ended(trial)
 
     def next(self) -> Trial | None:
         """Return a trial that is not finished; None if there is none to start now."""
