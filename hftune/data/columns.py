@@ -88,32 +88,23 @@ def find_columns(roles: Mapping[str, Role], task: Any, rows: datasets.Dataset) -
         elif given[name] is not None:
             found[f"{name}_column"] = given[name]
         elif "train" not in role.optional_in:
-            later = {usual for other in list(roles.values())[place + 1 :] for usual in other.usual}
-            taken = named | {*found.values()}
-            found[f"{name}_column"] = _chosen(f"task.{name}_column", role, rows, taken, later - {*role.usual})
+            # Usual names of roles further down, whose columns are chosen only if there is no other.
+            later = {usual for other in list(roles.values())[place + 1 :] for usual in other.usual} - {*role.usual}
+            free = [column for column in rows.column_names if column not in named | {*found.values()}]
+            fitting = [column for column in free if KINDS[role.kind](rows.features[column])]
+            usual = [column for column in free if column in role.usual]
+            choices = usual or [column for column in fitting if column not in later] or fitting
+            if len(choices) != 1:
+                listed = ", ".join(choices)
+                which = f"several columns would do: {listed}" if choices else "no column of the train split would do"
+                columns = ", ".join(rows.column_names)
+                raise DataError(f"task.{name}_column is not set, and {which}. Set it to one of the columns: {columns}.")
+            found[f"{name}_column"] = choices[0]
         for key in (key for key in found if key.startswith(f"{name}_column")):
             check_column(rows, f"task.{key}", found[key], "train")
             if role.kind == "image":  # what else a column must hold is checked when it is read
                 check_kind(rows, found[key], "train", role.kind)
     return found
-
-
-def _chosen(key: str, role: Role, rows: datasets.Dataset, taken: Collection[str], later: Collection[str]) -> str:
-    """Return the only column that has one of the role's usual names, or else holds its kind.
-
-    Args:
-        taken: columns that have another role.
-        later: usual names of other roles, whose columns are chosen only if there is no other.
-    """
-    free = [column for column in rows.column_names if column not in taken]
-    fitting = [column for column in free if KINDS[role.kind](rows.features[column])]
-    found = (
-        [column for column in free if column in role.usual] or [column for column in fitting if column not in later] or fitting
-    )
-    if len(found) == 1:
-        return found[0]
-    which = f"several columns would do: {', '.join(found)}" if found else "no column of the train split would do"
-    raise DataError(f"{key} is not set, and {which}. Set it to one of the columns: {', '.join(rows.column_names)}.")
 
 
 def check_column(rows: datasets.Dataset, key: str, column: str, split: str) -> None:
