@@ -335,33 +335,30 @@ def refused(folder, *overrides):
 def test_what_cannot_change_is_refused_with_both_values_and_nothing_is_touched(copy):
     before = sorted((path, path.stat().st_mtime_ns) for path in copy.rglob("*") if path.name not in (".lock", ".owner"))
     at = f"{copy}/checkpoints/step_00000010"
-    assert refused(copy, "seed=7", "train.batch_size=32", "task.max_length=32", "train.lr=1") == (
-        f"{at} cannot resume with seed=7 (it was 42), task.max_length=32 (it was 64), train.batch_size=32 (it was 16). "
-        "Restore the earlier values; or start over with resume=never, which replaces that run, or with a different output_dir."
-    )
-    assert refused(copy, "train.epochs=1") == (
-        "The checkpoint is of step 10, and train.epochs=1 with train.max_steps=null ends after step 7. Raise them, or set "
-        "resume=never."
+    said = refused(copy, "seed=7", "train.batch_size=32", "task.max_length=32", "train.lr=1")
+    changes = "seed=7 (it was 42), task.max_length=32 (it was 64), train.batch_size=32 (it was 16)"
+    assert said.startswith(f"{at} cannot resume with {changes}. Restore the earlier values; or start over with resume=never")
+    said = refused(copy, "train.epochs=1")
+    assert said.startswith(
+        "The checkpoint is of step 10, and train.epochs=1 with train.max_steps=null ends after step 7. Raise"
     )
     after = sorted((path, path.stat().st_mtime_ns) for path in copy.rglob("*") if path.name not in (".lock", ".owner"))
-    assert [path for path, _ in after] == [path for path, _ in before] and [t for p, t in after if p.is_file()] == [
-        t for p, t in before if p.is_file()
-    ]
+    assert [path for path, _ in after] == [path for path, _ in before]
+    assert [time for path, time in after if path.is_file()] == [time for path, time in before if path.is_file()]
 
 
 def test_paths_that_are_no_checkpoints_are_refused(copy, tmp_path):
     checkpoints = copy / "checkpoints"
-    assert refused(copy, "resume=nevr") == (
-        f"resume=nevr: there is no such folder. Did you mean 'never'? Name a checkpoint, such as {checkpoints}/step_00000500, "
-        "or use auto or never."
+    name = f"Name a {{}} such as {checkpoints}/step_00000500, or use "
+    said = refused(copy, "resume=nevr")
+    assert (
+        said.startswith("resume=nevr: there is no such folder. Did you mean 'never'? ") and name.format("checkpoint,") in said
     )
-    assert refused(copy, f"resume={copy}") == (
-        f"resume={copy} is not a usable checkpoint: manifest.json is missing. Name a folder such as "
-        f"{checkpoints}/step_00000500, or use resume=auto for the newest intact checkpoint."
-    )
-    assert refused(copy, f"resume={checkpoints}/step_00000009") == (
-        f"resume={checkpoints}/step_00000009: {checkpoints} already holds a later checkpoint, of step 10. Set output_dir=... to "
-        "a new folder, or remove the later checkpoints."
+    said = refused(copy, f"resume={copy}")
+    assert said.startswith(f"resume={copy} is not a usable checkpoint: manifest.json is missing. {name.format('folder')}")
+    said = refused(copy, f"resume={checkpoints}/step_00000009")
+    assert said.startswith(
+        f"resume={checkpoints}/step_00000009: {checkpoints} already holds a later checkpoint, of step 10. Set"
     )
 
 
