@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -55,11 +55,12 @@ def tracked(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[tuple[Tracker,
         ConfigError: the folder cannot be written, or a tracker does not start.
     """
     try:
-        first = folder = Path(recipe.output_dir)
-        numbers = count(2)
-        while folder.exists():
-            folder = first.with_name(f"{first.name}-{next(numbers)}")
-        folder.mkdir(parents=True)
+        first = Path(recipe.output_dir)
+        for number in count(1):
+            folder = first.with_name(f"{first.name}-{number}") if number > 1 else first
+            with suppress(FileExistsError):
+                folder.mkdir(parents=True)
+                break
         track = replace(recipe.track, run_name=f"{recipe.track.run_name} {folder.name}")
         recipe = replace(recipe, track=track, output_dir=str(folder))
         (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
