@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -136,9 +137,15 @@ def frozen(folder: Path) -> Iterator[Path]:
     with TemporaryDirectory(dir=folder, prefix=".push-") as temporary:
         copy = Path(temporary)
 
+        def second_name(source: str, target: str) -> None:
+            try:
+                os.link(source, target)  # which costs neither time nor the space that the next checkpoint needs
+            except OSError:  # some file systems have no such names
+                shutil.copyfile(source, target)
+
         def take(model: Path) -> None:
             shutil.rmtree(copy / "model", ignore_errors=True)
-            shutil.copytree(model, copy / "model")
+            shutil.copytree(model, copy / "model", copy_function=second_name)
 
         read(folder / "model", take)
         for name in (RECIPE, RUN, METRICS):
