@@ -7,7 +7,7 @@ never change afterwards, with one exception: a machine may be lost while all fin
 planned any more.
 
     over_N.json     by the agent: round N is over, and why
-    failed_N.json   by a process: round N failed, not for the loss of a machine; on each machine, by one process
+    failure_N.json  by a process: round N failed, not for the loss of a machine; on each machine, by one process
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from hftune.atomic import atomic_path
 
@@ -65,24 +64,17 @@ class AgentFolder:
     def __init__(self, path: Path):
         self.path = path
 
-    @classmethod
-    def from_environment(cls) -> AgentFolder | None:
-        """Return the folder of the agent that started this process; None if its job is not elastic."""
-        path = os.environ.get(FOLDER)
-        return None if path is None else cls(Path(path))
+    def note(self, number: int, what: Over | Failure) -> None:
+        """Say that a round is over, by the agent; or that it failed, by a process."""
+        with atomic_path(self.path / f"{type(what).__name__.lower()}_{number}.json", is_shared=True) as temporary:
+            temporary.write_text(json.dumps(asdict(what)), encoding="utf-8")
 
-    def end(self, round_number: int, over: Over) -> None:
-        """By the agent: say that a round is over."""
-        self._write(f"over_{round_number}.json", asdict(over))
-
-    def over(self, round_number: int) -> Over | None:
+    def over(self, number: int) -> Over | None:
         """Return why a round is over; None while it goes on."""
-        found = self._read(f"over_{round_number}.json")
-        return None if found is None else Over(**found)
-
-    def fail(self, round_number: int, failure: Failure) -> None:
-        """By a process: say that a round failed."""
-        self._write(f"failed_{round_number}.json", asdict(failure))
+        try:
+            return Over(**json.loads((self.path / f"over_{number}.json").read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
 
     def verdict(self) -> Failure | None:
         """Return why this machine should not take part in another round; None if it should.
@@ -90,10 +82,10 @@ class AgentFolder:
         Rounds fail in one stage again and again; or recipe or data are wrong, and this is the machine's first round. A machine
         that has trained with them goes on without the newcomer that they are wrong on.
         """
-        failures = {number: Failure(**self._read(f"failed_{number}.json") or {}) for number in self._rounds("failed")}
-        if not failures:
+        read = {number: (self.path / f"failure_{number}.json").read_text(encoding="utf-8") for number in self.rounds("failure")}
+        if not (failures := {number: Failure(**json.loads(text)) for number, text in read.items()}):
             return None
-        newest, first = max(failures), min([*failures, *self._rounds("over")])
+        newest, first = max(failures), min([*failures, *self.rounds("over")])
         last = failures[newest]
         if last.code == REFUSED and newest == first:
             return last
@@ -106,20 +98,10 @@ class AgentFolder:
         text = f"{last.text}\nhftune: {count} rounds have failed in {last.stage}: the job ends."
         return Failure(last.stage, text, last.code)
 
-    def _rounds(self, kind: str) -> list[int]:
+    def rounds(self, kind: str) -> list[int]:
         """Return the numbers of the rounds that there is a file of this kind for."""
         matches = (re.fullmatch(rf"{kind}_(\d+)\.json", path.name) for path in self.path.iterdir())
         return [int(match[1]) for match in matches if match]
-
-    def _write(self, name: str, value: dict[str, Any]) -> None:
-        with atomic_path(self.path / name, is_shared=True) as temporary:
-            temporary.write_text(json.dumps(value), encoding="utf-8")
-
-    def _read(self, name: str) -> dict[str, Any] | None:
-        try:
-            return json.loads((self.path / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
 
 
 def present_round() -> int | None:
@@ -133,10 +115,16 @@ def present_job() -> str | None:
     return os.environ.get(JOB)
 
 
+def present_agent() -> tuple[AgentFolder, int] | None:
+    """Return the folder of the agent that started this process, and the present round; None if its job is not elastic."""
+    path, number = os.environ.get(FOLDER), present_round()
+    return None if path is None or number is None else (AgentFolder(Path(path)), number)
+
+
 def agents_word(rounds_ago: int = 0) -> Over | None:
     """Return what the agent of this process has said of the end of the present round; None if it has said nothing."""
-    folder, number = AgentFolder.from_environment(), present_round()
-    return None if folder is None or number is None else folder.over(number - rounds_ago)
+    agent = present_agent()
+    return None if agent is None else agent[0].over(agent[1] - rounds_ago)
 
 
 def has_trained() -> bool:
@@ -144,15 +132,15 @@ def has_trained() -> bool:
 
     The newcomer's launcher leaves. Who has trained waits for that, as a process that ends by itself counts as one that failed.
     """
-    folder, number = AgentFolder.from_environment(), present_round()
-    return folder is not None and number is not None and any(folder.over(before) for before in range(number))
+    agent = present_agent()
+    return agent is not None and any(number < agent[1] for number in agent[0].rounds("over"))
 
 
 def note_failure(failure: Failure) -> None:
     """By one process of each machine: record a failure for the agent, unless the round was over already for a loss."""
-    folder, number, over = AgentFolder.from_environment(), present_round(), agents_word()
-    if folder is not None and number is not None and (over is None or over.is_planned):
-        folder.fail(number, failure)
+    agent, over = present_agent(), agents_word()
+    if agent is not None and (over is None or over.is_planned):
+        agent[0].note(agent[1], failure)
 
 
 def wait_for_agent(was_told: Callable[[], bool], timeout_s: float = AGENT_S) -> Over | None:

@@ -249,7 +249,7 @@ class ElasticRendezvous(RendezvousHandler):
         if over is None or self.attendance.me.id not in membership.machines:
             over = rounds.Over("The other machines go on without this one, which they did not reach for a while", False)
         if over != self._told:
-            self.folder.end(self.round, over)
+            self.folder.note(self.round, over)
             self._told = over
             if not over.is_planned:  # this agent may wait for an answer of the machine that is lost
                 hang_up(self._address[1])

@@ -310,7 +310,7 @@ class Forks:
 
     def _end_round(self, lost: Mapping[int, str]) -> int | None:
         """Prepare the next round after a loss; return an exit code if there is none."""
-        self._notes.end(self.round, Over("; ".join(lost.values()), is_planned=False))  # at once: the others wait for it
+        self._notes.note(self.round, Over("; ".join(lost.values()), is_planned=False))  # at once: the others wait for it
         if version(self._ledger) not in (None, self._ledger_before) and (step := last_step(self._ledger)) > self._step:
             self._step, self._num_losses, self._counted_at = step, 0, float("-inf")
         if (now := time.monotonic()) - self._counted_at > SAME_S:

@@ -36,7 +36,7 @@ def test_rounds_go_on_from_one_another_and_lose_what_they_must(tmp_path):
     os.kill(job.pids[1], signal.SIGTERM)
     time.sleep(0.5)
     assert job.poll() is None
-    agent.end(0, Over("node2 (10.0.0.2) leaves", is_planned=True))
+    agent.note(0, Over("node2 (10.0.0.2) leaves", is_planned=True))
     said, errors = job.communicate()
     reached = last_step(out / "ledger.jsonl")
     assert job.wait() == [75, 75] and f"Round 0 ends after step {reached}, with a checkpoint." in errors, errors
@@ -47,7 +47,7 @@ def test_rounds_go_on_from_one_another_and_lose_what_they_must(tmp_path):
     wait_for_step(reached + 2, job)
     os.kill(job.pids[1], signal.SIGSTOP)
     time.sleep(0.3)  # for the other one to stand in a collective
-    agent.end(1, Over("Lost node2 (10.0.0.2): no sign of life for 4 s", is_planned=False))
+    agent.note(1, Over("Lost node2 (10.0.0.2): no sign of life for 4 s", is_planned=False))
     began = time.monotonic()
     os.kill(job.pids[0], signal.SIGTERM)
     os.kill(job.pids[1], signal.SIGKILL)

@@ -127,7 +127,7 @@ def run(tmp_path, signals, monkeypatch):
         def be_process(variables):
             os.environ.update(variables)
             try:
-                folder = AgentFolder.from_environment()
+                folder = AgentFolder(Path(os.environ["HFTUNE_AGENT_FOLDER"]))
                 os._exit(work(int(os.environ["RANK"]), int(os.environ["HFTUNE_ROUND"]), folder))
             finally:
                 os._exit(99)

@@ -121,9 +121,9 @@ def test_a_later_round_takes_the_folder_over_from_a_main_process_that_hangs(in_r
 def test_a_machine_goes_on_unless_rounds_fail_in_the_same_step_or_it_never_could(in_round, failures, losses, expected):
     folder = in_round(0)
     for number in losses:
-        folder.end(number, LOST)
+        folder.note(number, LOST)
     for number, failure in failures.items():
-        folder.fail(number, failure)
+        folder.note(number, failure)
     verdict = folder.verdict()
     if expected == "ends":
         last = failures[max(failures)]
@@ -145,10 +145,10 @@ def test_a_failure_is_recorded_once_a_machine_unless_a_lost_machine_caused_it(in
         for path in folder.path.iterdir():
             path.unlink()
         if over is not None:
-            folder.end(2, over)
+            folder.note(2, over)
         Heartbeat(progress, 5, None).close_all(report)
-        assert folder._rounds("failed") == expected, report
-    folder.fail(3, STEP_12)
+        assert folder.rounds("failure") == expected, report
+    folder.note(3, STEP_12)
     assert folder.verdict() is None
 
 
@@ -170,7 +170,7 @@ def test_sigterm_ends_a_process_at_once_if_its_step_cannot_be_finished(
     monkeypatch.setattr(watchdog.os, "_exit", codes.append)
     folder = in_round(number or 0)
     if over is not None:
-        folder.end(1, over)
+        folder.note(1, over)
     process = SimpleNamespace(
         here=ProcessInfo(round=number),
         is_closed=False,
@@ -190,7 +190,7 @@ def test_a_process_leaves_a_round_once_its_agent_knows_that_it_is_over(in_round,
     folder = in_round(1)
     assert wait_for_agent(lambda: True) is None  # its own machine is asked to stop
     assert wait_for_agent(lambda: False, timeout_s=0.01) is None
-    timer = threading.Timer(0.05, folder.end, (1, COME))
+    timer = threading.Timer(0.05, folder.note, (1, COME))
     timer.start()
     assert wait_for_agent(lambda: False) == COME
 
@@ -216,6 +216,6 @@ def test_who_has_trained_waits_for_the_newcomer_that_its_recipe_is_wrong_on(in_r
     monkeypatch.setattr(run, "wait_for_agent", lambda was_told: waited.append("word") or LOST)
     monkeypatch.setattr(run, "GOT_SIGTERM", SimpleNamespace(is_set=bool, wait=lambda seconds: waited.append("SIGTERM")))
     assert run.fail(ConfigError("There is no file train.csv.")) == 2 and waited == []
-    folder.end(0, COME)
+    folder.note(0, COME)
     assert run.fail(TrainingError("The loss is nan.")) == 1 and waited == []
     assert run.fail(ConfigError("There is no file train.csv.")) == 2 and waited == ["word", "SIGTERM"]

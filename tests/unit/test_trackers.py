@@ -157,7 +157,7 @@ def test_a_run_that_ends_early_says_why_unless_it_is_to_be_resumed(tmp_path, mon
     assert calls(stopped, "Remembers")[1:] == [("finish", "interrupted")]
     monkeypatch.setenv(ROUND, "0")
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    AgentFolder(tmp_path).end(0, Over("A machine has come", is_planned=True))
+    AgentFolder(tmp_path).note(0, Over("A machine has come", is_planned=True))
     paused = opened(tmp_path, "Remembers")
     paused.on_failure(Failure(reason="A machine has come.", is_interruption=True))
     assert calls(paused, "Remembers")[1:] == [("finish", "paused")]

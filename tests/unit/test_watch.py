@@ -115,7 +115,7 @@ def test_what_a_newcomer_cannot_train_on_is_left_to_the_agent_of_a_machine_that_
     monkeypatch.setenv(rounds.ROUND, "1")
     monkeypatch.setenv(rounds.FOLDER, str(tmp_path))
     newcomer = watch(1)
-    rounds.AgentFolder(tmp_path).end(0, rounds.Over("host1 has come", is_planned=True))
+    rounds.AgentFolder(tmp_path).note(0, rounds.Over("host1 has come", is_planned=True))
     first = watch(0, here=replace(whereabouts(0, machine=range(1)), round=1))
     newcomer.settle(Report("hftune: There is no file train.csv.", code=2, rank=1))
     assert not first._failure_is_known.wait(0.3) and first.report is None
