@@ -110,10 +110,10 @@ class Sweep:
         sweep = cls(space, recipe, Path(recipe.output_dir) / "sweep", options.jobs, options.processes, options.optuna)
         if options.jobs > 1:
             sweep.gpus = share_gpus(options.jobs, options.processes or 1)
-        sweep._open()
+        sweep.open()
         return sweep
 
-    def _open(self) -> None:
+    def open(self) -> None:
         """Read the trials of an earlier call, or raise ConfigError if the folder holds a different sweep."""
         path, own = self.folder / SWEEP, self.identity()
         try:

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import sys
 import threading
+from collections import namedtuple
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -331,6 +332,10 @@ def threads_show_their_frames():
     assert threading.get_ident() in sys._current_frames()
 
 
+def named_tuples_are_copied_with_changes():
+    assert namedtuple("Pair", "a b")(1, 2)._replace(b=3) == (1, 3)
+
+
 NO_ISSUE = "no public name yet, no upstream issue known"
 TABLE = [
     Upstream(
@@ -580,6 +585,9 @@ TABLE = [
     Upstream("wandb.errors", "tracking", "a wrong key is refused before training", NO_ISSUE, wandb_refuses_a_wrong_key),
     Upstream(
         "_exit", "run distributed launchers elastic", "documented despite its name", "nothing to wait for", exists("os._exit")
+    ),
+    Upstream(
+        "_replace", "commands", "documented despite its name", "nothing to wait for", named_tuples_are_copied_with_changes
     ),
     Upstream("_current_frames", "distributed", "documented despite its name", "nothing to wait for", threads_show_their_frames),
 ]
