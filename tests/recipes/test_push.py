@@ -325,3 +325,6 @@ def test_secret_of_a_recipe_is_not_pushed(hub, runs, tmp_path, monkeypatch):
     files = hub.files("tester/secret")
     assert b"${oc.env:A_SECRET}" in files["recipe.yaml"]
     assert not [name for name, data in files.items() if b"s3cr3t" in data]
+    (out / "recipe.yaml").write_text(recipe.to_yaml().replace("${oc.env:A_SECRET}", "https://me:s3cr3t@host/x", 1))
+    code, (line,) = typed(hub, tmp_path, out, "tester/more")
+    assert code == 2 and "https://me:...@host/x holds a password" in line and line.endswith(" Write it as ${oc.env:NAME}.")
