@@ -29,6 +29,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pluggy import HookimplMarker
+
 ROOT = Path(__file__).parents[2]
 AREAS = {
     "batch_plan": (["hftune/batch_plan.py"], 30, ["tests/parity/test_float64.py"]),
@@ -149,23 +151,23 @@ class CalledFunctions:
             self.failed.add(report.nodeid)
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
 
-    def pytest_runtest_protocol(self, item: Any, nextitem: Any) -> None:
+    @HookimplMarker("pytest")(wrapper=True)
+    def pytest_runtest_protocol(self, item: Any, nextitem: Any) -> Iterator[None]:
         functions: set[tuple[str, int]] = set()
-        self.called[item.nodeid] = []
         prefix = f"{ROOT}/hftune/"
 
         def note(frame: Any, event: str, argument: Any) -> None:
             if event == "call" and frame.f_code.co_filename.startswith(prefix):
                 functions.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
 
-        item.addfinalizer(lambda: self._keep(item.nodeid, functions))
         threading.setprofile(note)
         sys.setprofile(note)
-
-    def _keep(self, test: str, functions: set[tuple[str, int]]) -> None:
-        sys.setprofile(None)
-        threading.setprofile(None)
-        self.called[test] = [f"{Path(name).relative_to(ROOT)}:{line}" for name, line in functions]
+        try:
+            return (yield)
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+            self.called[item.nodeid] = [f"{Path(name).relative_to(ROOT)}:{line}" for name, line in functions]
 
 
 def in_fork(work: Callable[[], int], log: Path, timeout_s: float) -> int | None:
@@ -220,7 +222,8 @@ def record(folder: Path) -> dict[str, list[tuple[float, str]]]:
         path.write_text(json.dumps([called, plugin.seconds]))
         return code
 
-    in_fork(work, folder / "record.txt", 3600.0)
+    if in_fork(work, folder / "record.txt", 3600.0) not in (0, 1):  # 1: a test has failed, and is left out
+        sys.exit(f"The unit tests could not be recorded:\n{(folder / 'record.txt').read_text()[-3000:]}")
     called, seconds = json.loads(path.read_text())
     by_function: dict[str, list[tuple[float, str]]] = {}
     for test, functions in called.items():
