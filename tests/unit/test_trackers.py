@@ -75,11 +75,6 @@ class Fails(Remembers):
         raise OSError("the server is gone")
 
 
-class DoesNotStart(TrackerBackend):
-    def start(self, config, earlier):
-        raise RuntimeError("no licence\nmore")
-
-
 def opened(folder, *names, step=0, run_ids=None):
     recipe = Recipe(task=Tagging(), output_dir=str(folder), track=TrackConfig(with_=[f"{__name__}.{name}" for name in names]))
     tracker = Tracker(recipe, run_ids)
@@ -163,12 +158,6 @@ def test_a_run_that_ends_early_says_why_unless_it_is_to_be_resumed(tmp_path, mon
     assert calls(paused, "Remembers")[1:] == [("finish", "paused")]
 
 
-def test_a_resumed_run_tells_its_tracker_where_it_was(tmp_path):
-    opened(tmp_path, "Remembers").log(1, 0.5, {"train/loss": 2.0})
-    again = opened(tmp_path, "Remembers", step=1, run_ids={f"{__name__}.Remembers": "seven"})
-    assert calls(again, "Remembers") == [("start", 5e-5, 1, "seven", 1)]
-
-
 def test_a_tracker_that_fails_is_one_warning_and_the_others_get_everything(tmp_path, capsys):
     tracker = opened(tmp_path, "Fails", "Remembers")
     for step in (1, 2, 3):
@@ -234,12 +223,6 @@ def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(ends, tmp_path
     assert calls(tracker, "Remembers")[-1] == ("finish", ends)
     told = capsys.readouterr().out
     assert f"track.with={__name__}.Hangs does not answer" in told and told.endswith("Run `sync` later.\n")
-
-
-def test_a_tracker_that_does_not_start_ends_the_run_before_it_trains(tmp_path):
-    with pytest.raises(ConfigError) as caught:
-        opened(tmp_path, "DoesNotStart")
-    assert str(caught.value) == f"track.with={__name__}.DoesNotStart does not start: RuntimeError: no licence."
 
 
 def test_a_class_that_is_no_tracker_is_refused_before_anything_is_loaded():
@@ -346,7 +329,7 @@ def test_a_resumed_run_at_such_a_tracker_is_a_new_one_with_the_earlier_steps(tmp
 def test_a_tracker_that_does_not_start_ends_a_run_that_begins_but_not_a_job_that_trains(tmp_path, stand_in, capsys):
     stand_in("trackio").init.side_effect = OSError("no route to host")
     recipe = Recipe(task=Tagging(), output_dir=str(tmp_path), track=TrackConfig(with_=["trackio"]))
-    with pytest.raises(ConfigError, match="no route to host"):
+    with pytest.raises(ConfigError, match=r"^track.with=trackio does not start: OSError: no route to host\.$"):
         Tracker(recipe).start(0, {})
     tracker = Tracker(recipe, {"trackio": "abc"}, must_start=False)
     tracker.start(1, {})
