@@ -8,15 +8,13 @@ from typing import Any
 from hftune.atomic import explain_write_errors, write_text
 from hftune.callbacks import End, EvaluationDone
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, open_checkpoint, path_of
-from hftune.checkpoints.export import export
 from hftune.checkpoints.output_dir import OutputDir, TrainResult
 from hftune.config import Recipe
 from hftune.distributed.rounds import present_round, wait_for_agent
 from hftune.errors import Interrupted, TrainingError
 from hftune.evaluation import evaluate
-from hftune.milestones import Run, log, wait_for_checkpoint
+from hftune.milestones import Run, export_model, log, wait_for_checkpoint
 from hftune.strategies.base import Strategy
-from hftune.task import ask
 from hftune.tracking.console import warning
 from hftune.tracking.jsonl import strict_json
 from hftune.tracking.start_facts import versions
@@ -34,14 +32,13 @@ def finish(run: Run, output: OutputDir) -> TrainResult:
     """
     recipe, state, strategy = run.recipe, run.state, run.strategy
     strategy.progress.stage("saving the last model")
-    best: dict[str, Any] = {"metric": recipe.eval.metric, "value": state.best, "step": state.best_step}
-    if recipe.eval.is_off:
-        best = {"step": state.step}
     with strategy.sharding.averaged():
-        model = strategy.sharding.unwrap()
-        about = {**best, "columns": dict(ask(recipe.task, "read_columns", {}))} if recipe.eval.is_off else None
-        folder = output.path / ("model" if recipe.eval.is_off else "model_last")
-        strategy.on_main(lambda: export(recipe.task, model, folder, about, recipe.adapter.export))
+        if recipe.eval.is_off:
+            best: dict[str, Any] = {"step": state.step}
+            export_model(run, "model", best)
+        else:
+            best = {"metric": recipe.eval.metric, "value": state.best, "step": state.best_step}
+            export_model(run, "model_last")
     test = test_best(run) if "test" in run.datasets else {}
     result = TrainResult(
         metrics=state.metrics,

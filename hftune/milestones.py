@@ -204,15 +204,22 @@ def keep(run: Run, evaluation: Evaluation) -> None:
     state.note_score(score, recipe.greater_is_better, recipe.eval.min_improvement)
     strategy.progress.stage(f"saving after step {state.step}")
     if is_best:
-        model = strategy.sharding.unwrap()
-        about = {"step": state.step, "metric": recipe.eval.metric, "value": score}
-        about["columns"] = dict(ask(recipe.task, "read_columns", {}))
-        folder = Path(recipe.output_dir) / "model"
-        strategy.on_main(lambda: export(recipe.task, model, folder, about, recipe.adapter.export))
+        export_model(run, "model", {"step": state.step, "metric": recipe.eval.metric, "value": score})
     run.tell_while_waiting("on_evaluation", lambda: evaluation_done(run, evaluation))
     if run.wishes.values:
         log(run, {})
     state.evaluated_step, state.evaluation_is_asked, state.metrics = state.step, False, evaluation.metrics
+
+
+def export_model(run: Run, name: str, about: Mapping[str, Any] | None = None) -> None:
+    """Write the model as it is now into a folder of the output folder. Collective.
+
+    Args:
+        about: its step and score, for a model that others load.
+    """
+    recipe, model, folder = run.recipe, run.strategy.sharding.unwrap(), Path(run.recipe.output_dir) / name
+    known = None if about is None else {**about, "columns": dict(ask(recipe.task, "read_columns", {}))}
+    run.strategy.on_main(lambda: export(recipe.task, model, folder, known, recipe.adapter.export))
 
 
 def evaluation_done(run: Run, evaluation: Evaluation) -> EvaluationDone:

@@ -690,17 +690,6 @@ def test_disk_that_stays_full_ends_the_run_with_its_checkpoints_whole(small_disk
     assert audit(folder).problems == []
 
 
-def test_dashboard_goes_on_with_the_same_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    ids = set()
-    for steps in (4, 9):
-        train(recipe(tmp_path, f"train.max_steps={steps}", "track.with=[wandb]"))
-        names = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
-        ids.update(name.rpartition("-")[2] for name in names)
-        assert len(names) == 1  # with all steps: see test_wandb
-    assert len(ids) == 1
-
-
 def test_audit_command_says_what_it_proves(unbroken, tmp_path, capsys):
     folder = unbroken[2]["dropout"].folder
     whole = (folder / "ledger.jsonl").read_text().splitlines()
