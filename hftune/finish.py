@@ -105,8 +105,7 @@ def test_best(run: Run) -> dict[str, Any]:
         rows=evaluation.rows,
     )
     run.tell_while_waiting("on_evaluation", lambda: done)
-    if run.wishes.values:
-        log(run, {})
+    log(run, {})
     return evaluation.metrics
 
 

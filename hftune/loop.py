@@ -78,8 +78,7 @@ def take_step(run: Run, batch: StepBatch) -> None:
     if is_logged:
         log_mean_loss(run, values)
     if report.asks.interrupt:
-        if run.wishes.values:
-            log(run, {})
+        log(run, {})
         interrupt(run)
     finish_step(run, values, report.asks.checkpoint)
 
@@ -99,8 +98,7 @@ def finish_step(run: Run, values: Mapping[str, float] | None = None, save: bool 
         values: of the step, besides the mean loss.
         save: a process asks for a checkpoint.
     """
-    if run.wishes.values:
-        log(run, {})
+    log(run, {})
     if evaluation_is_due(run):
         evaluate_and_keep(run)
     if run.has_ended() and run.state.mean_items:

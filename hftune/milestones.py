@@ -110,8 +110,9 @@ def log_mean_loss(run: Run, values: Mapping[str, float]) -> None:
 
 
 def log(run: Run, values: Mapping[str, Any]) -> None:
-    """Log values at the present step, and with them what callbacks have logged. Equal on all processes."""
-    run.callbacks.tell("on_log", Log(step=run.state.step, epoch=run.epoch(), values={**values, **run.wishes.take_values()}))
+    """Log values at the present step, and with them what callbacks have logged; nothing if there are none of both."""
+    if values := {**values, **run.wishes.take_values()}:
+        run.callbacks.tell("on_log", Log(step=run.state.step, epoch=run.epoch(), values=values))
 
 
 def interrupt(run: Run) -> NoReturn:
@@ -206,8 +207,7 @@ def keep(run: Run, evaluation: Evaluation) -> None:
     if is_best:
         export_model(run, "model", {"step": state.step, "metric": recipe.eval.metric, "value": score})
     run.tell_while_waiting("on_evaluation", lambda: evaluation_done(run, evaluation))
-    if run.wishes.values:
-        log(run, {})
+    log(run, {})
     state.evaluated_step, state.evaluation_is_asked, state.metrics = state.step, False, evaluation.metrics
 
 
