@@ -19,7 +19,7 @@ from typing import Any
 from hftune.distributed.consistency import differences, remedies
 from hftune.distributed.network import family, interfaces
 from hftune.elastic.copies import Copies
-from hftune.elastic.membership import Machine, Membership, Phase, Silence, State, View, advance
+from hftune.elastic.membership import Machine, Membership, Phase, Silence, View, advance
 from hftune.elastic.places import Place
 
 BEAT_S = 0.5
@@ -254,12 +254,9 @@ class Attendance:
         """Return what this agent wants, with what it has noticed."""
         enough = membership.round < 0 and len(membership.candidates) >= membership.least
         is_meeting, is_first = membership.phase is Phase.MEETING, membership.members[:1] == [self.me.id]
-        me = membership.machines.get(self.me.id)
-        is_asked = own.ready_after is not None and membership.phase is Phase.GATHERING and (me is None or me.state is None)
         return replace(
             own,
             run=self.copies.run() if is_first and self.copies is not None else "",
-            state=None if not is_asked else State() if self.copies is None else self.copies.state(),
             silent=self._silent(membership, silence),
             cut=cut | {self.me.id} if self._is_cut == self.me.id else cut,
             lets_in=self._lets_in(membership, cut),

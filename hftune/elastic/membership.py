@@ -64,8 +64,9 @@ class Machine:
     """Its processes have trained to the end."""
     connected: int = 0
     """The newest attempt whose store it has reached."""
-    state: State | None = None
-    """Said before each round. None: not since the last one began, or not since a machine left, which may have sent a copy."""
+    state: State = State()
+    looked: int = -1
+    """When it looked into its folder for that, in departures; see Membership."""
 
     def __str__(self) -> str:
         return f"{self.host} ({self.address})"
@@ -96,6 +97,9 @@ class Membership:
     store: tuple[str, int] | None = None
     """Address and port of the store of the round that meets or runs."""
     num_arrivals: int = 0
+    departures: int = 0
+    """Counts the machines that have left, which may have written to a common disk or sent a copy before, and the rounds that
+    have begun: what a machine has said of its folder holds until the next."""
     run: str = ""
     """The run that is trained, see State; empty before there is a copy of it."""
     starts_over: bool = False
@@ -108,8 +112,7 @@ class Membership:
         """Read the document."""
         values = json.loads(text)
         machines = {
-            name: Machine(**{**value, "state": None if value["state"] is None else State(**value["state"])})
-            for name, value in values.pop("machines").items()
+            name: Machine(**{**value, "state": State(**value["state"])}) for name, value in values.pop("machines").items()
         }
         over = None if (told := values.pop("over")) is None else Over(**told)
         store = None if (place := values.pop("store")) is None else (place[0], place[1])
@@ -134,11 +137,11 @@ class Membership:
         rank = {name: index for index, name in enumerate(self.members)}
         ready = [one for one in self.machines.values() if one.is_ready and not one.is_leaving]
         ready.sort(key=lambda one: (rank.get(one.id, len(rank)), one.arrival))
-        holders = [(one, one.state) for one in ready if one.state and one.state.step and (self.run or not self.starts_over)]
-        run = self.run or next((state.run for _, state in holders), "")
-        found = {one.id: (state.starts, state.step) for one, state in holders if state.run == run}
-        newest = max(found, key=found.__getitem__, default=None)
-        return sorted(ready, key=lambda one: one.id != newest)
+        holders = [one for one in ready if one.state.step and (self.run or not self.starts_over)]
+        run = self.run or next((one.state.run for one in holders), "")
+        found = [one for one in holders if one.state.run == run]
+        newest = max(found, key=lambda one: (one.state.starts, one.state.step), default=None)
+        return sorted(ready, key=lambda one: one is not newest)
 
     @property
     def first(self) -> Machine | None:
@@ -170,8 +173,10 @@ class View:
     """Ids of machines that say that they do not reach the first machine of the round, or, for that one, any."""
     lets_in: bool = False
     """It is time to let newcomers in."""
-    state: State | None = None
-    """What its output folder holds, if it has looked, as it does when the document has none of it."""
+    state: State = State()
+    """What its output folder holds."""
+    looked: int = -1
+    """The departures of which it knew before it looked."""
     run: str = ""
     """Of the first machine of a round: the run that it trains, once there are copies of it."""
     last_call_is_over: bool = False
@@ -235,14 +240,15 @@ def _place(now: Membership, view: View) -> None:
         if now.phase is Phase.RUNNING and is_member and view.ready_after >= now.round:
             _over(now, f"A process of {me} failed", is_planned=False)
         if now.phase is not Phase.RUNNING or not is_member:
-            me.is_ready, me.state = True, view.state or me.state
+            me.is_ready = True
+        if view.looked == now.departures:
+            me.state, me.looked = view.state, view.looked
 
 
 def _remove(now: Membership, name: str, reason: str) -> None:
     """Take a machine out of the job."""
     gone = now.machines.pop(name)
-    for one in now.machines.values():
-        one.state = None  # on a disk of its own, or on the common one, it may hold what this machine has done last
+    now.departures += 1
     if name in now.members:
         if not gone.is_done and not gone.is_leaving:  # else it is over already
             _over(now, reason, is_planned=False)
@@ -280,9 +286,9 @@ def _choose(now: Membership, view: View) -> None:
     candidates = [one for one in now.candidates if is_alone or one.id not in view.cut]
     is_finishing = any(one.is_done for one in now.here(now.members))
     enough = len(candidates) >= (1 if is_finishing else now.least)
-    if now.awaited or not candidates or not enough or any(one.state is None for one in candidates):
+    if now.awaited or not candidates or not enough or any(one.looked != now.departures for one in candidates):
         return
-    now.conflict = _conflict(now, [(one, one.state) for one in candidates if one.state is not None])
+    now.conflict = _conflict(now, candidates)
     if now.conflict:
         return
     if now.round >= 0 or len(candidates) >= now.most or view.last_call_is_over:
@@ -290,20 +296,19 @@ def _choose(now: Membership, view: View) -> None:
         now.chosen = [one.id for one in candidates[: now.most]]
 
 
-def _conflict(now: Membership, candidates: list[tuple[Machine, State]]) -> str:
+def _conflict(now: Membership, candidates: list[Machine]) -> str:
     """Say why training cannot go on from the output folders of these machines; empty if it can."""
-    (first, state), holders = candidates[0], [(one, found) for one, found in candidates if found.step]
+    first, holders = candidates[0], [one for one in candidates if one.state.step]
     if now.starts_over:
         return ""
-    if now.run and state.step and state.run != now.run:
+    if now.run and first.state.step and first.state.run != now.run:
         return (
             f"output_dir on {first.host}, which is now the main machine, holds the checkpoints of another run. Remove that "
             "folder there, or take the machine out of the job."
         )
-    is_known = now.run or min(candidates, key=lambda pair: pair[0].arrival)[1].step
-    if is_known or len({found.run for _, found in holders}) < 2:
+    if now.run or len({one.state.run for one in holders}) < 2 or min(candidates, key=lambda one: one.arrival).state.step:
         return ""
-    listed = ", ".join(f"{one.host} (step {found.step})" for one, found in holders)
+    listed = ", ".join(f"{one.host} (step {one.state.step})" for one in holders)
     return (
         f"The machines hold checkpoints of different runs in output_dir: {listed}. Remove those that are not to be resumed, "
         "set output_dir=... to a new folder, or start over with resume=never."
@@ -317,8 +322,9 @@ def _meet(now: Membership, view: View) -> None:
     missing = [one for one in now.here(now.chosen) if one.connected != now.attempt]
     if now.store is not None and not missing:
         now.phase, now.round, now.members, now.chosen = Phase.RUNNING, now.round + 1, now.chosen, []
+        now.departures += 1
         for one in now.here(now.members):
-            one.is_ready, one.state = False, None
+            one.is_ready = False
     elif view.late >= now.attempt:
         first = now.machines[now.chosen[0]]
         others = len(now.chosen) - 1

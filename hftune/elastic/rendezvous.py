@@ -36,7 +36,7 @@ from hftune.distributed.failure_report import STOPPED
 from hftune.distributed.network import hang_up
 from hftune.distributed.signals import STARTED_BY
 from hftune.elastic.attendance import BEAT_S, CONNECT_S, LEAVE_S, PLACE_S, Attendance
-from hftune.elastic.membership import Machine, Membership, Phase
+from hftune.elastic.membership import Machine, Membership, Phase, State
 from hftune.elastic.parameters import words_of_launcher
 from hftune.elastic.places import connect
 from hftune.launchers.rendezvous import JOIN_TIMEOUT, REMINDER_S, allow_open_files, leave, say
@@ -143,7 +143,7 @@ class ElasticRendezvous(RendezvousHandler):
 
     def _meet(self) -> None:
         """Take part until a round has begun with this machine."""
-        attendance, began, reminder_s, tried = self.attendance, time.monotonic(), REMINDER_S / 3, 0
+        attendance, began, reminder_s, tried, looked = self.attendance, time.monotonic(), REMINDER_S / 3, 0, -1
         attendance.say(ready_after=self.round)
         while True:
             attendance.wait(BEAT_S / 10)
@@ -161,6 +161,9 @@ class ElasticRendezvous(RendezvousHandler):
                     reminder_s += REMINDER_S
                 continue
             self._check_job(membership)
+            if membership.departures != looked:  # not in the attending thread: a long ledger on a slow disk takes a while
+                looked = membership.departures
+                attendance.say(state=State() if attendance.copies is None else attendance.copies.state(), looked=looked)
             if membership.conflict:
                 leave(membership.conflict, rounds.REFUSED)
             is_running = membership.phase is Phase.RUNNING and membership.round > self.round

@@ -150,7 +150,7 @@ def test_a_copy_that_arrives_while_machines_wait_for_the_one_that_leaves_counts(
     leaves.attendance.say(is_leaving=True)
     with ThreadPoolExecutor() as pool:
         meets = [pool.submit(meet, agent) for agent in others]
-        until(lambda: all(one.is_ready and one.state for one in others[0].attendance.membership.here(ids(others))))
+        until(lambda: all(one.is_ready and one.looked > 0 for one in others[0].attendance.membership.here(ids(others))))
         held[others[1]] = held[leaves]  # the one that came last
         leaves.shutdown()
         assert [each.result() for each in meets] == [[[1, 2]], [[0, 2]]]

@@ -59,7 +59,7 @@ class Agent:
 
     def __init__(self, world: World, name: str):
         self.world, self.is_running, self.is_cut = world, True, False
-        self.view = View(Machine(name, name, f"10.0.0.{name}"), ready_after=-1, state=State())
+        self.view = View(Machine(name, name, f"10.0.0.{name}"), ready_after=-1)
         self.round, self.count, self.since = -1, 0, {}
         self.offset = world.random.uniform(-1e6, 1e6)  # of its clock
         self.silence, self.looked_at = Silence(1.0), self.clock
@@ -79,6 +79,7 @@ class Agent:
         passed, self.looked_at = self.clock - self.looked_at, self.clock
         silence = self.silence.look({other: self.world.signs[other] for other in membership.machines}, passed)
         self.want(membership)
+        self.view = replace(self.view, looked=membership.departures)
         agents = self.world.agents
         first = membership.members[0] if membership.members else None
         view = replace(
@@ -265,7 +266,7 @@ def test_silence_is_counted_by_the_own_clock_and_not_while_this_machine_itself_s
 def ready(run: str = "", starts_over: bool = False, **states: State) -> Membership:
     """Machines that are ready for a round, by seniority, and what their folders hold."""
     machines = {
-        name: Machine(name, name, "10.0.0.1", arrival=number, is_ready=True, state=state)
+        name: Machine(name, name, "10.0.0.1", arrival=number, is_ready=True, state=state, looked=0)
         for number, (name, state) in enumerate(states.items())
     }
     return Membership("job", 1, 3, machines=machines, run=run, starts_over=starts_over)
@@ -307,13 +308,13 @@ def test_who_got_the_last_copy_of_a_machine_that_leaves_becomes_the_first(starts
     """It came after both had said that they are ready. With resume=never, that run is the job's own."""
     membership = of_three(starts_over=starts_over)
     b, c = (View(membership.machines[name], ready_after=0) for name in "bc")
-    assert advance(membership, replace(b, state=State())).phase is Phase.GATHERING
+    assert advance(membership, replace(b, looked=0)).phase is Phase.GATHERING
     membership = advance(membership, View(membership.machines["a"], has_left="", run="run"))
     assert membership.run == "run"
-    assert advance(membership, b).phase is Phase.GATHERING
-    membership = advance(membership, replace(b, state=State()))
+    assert advance(membership, replace(b, looked=0)).phase is Phase.GATHERING
+    membership = advance(membership, replace(b, looked=1))
     assert membership.phase is Phase.GATHERING
-    membership = advance(membership, replace(c, state=A))
+    membership = advance(membership, replace(c, state=A, looked=1))
     assert membership.phase is Phase.MEETING and membership.chosen == ["c", "b"] and not membership.conflict
 
 
@@ -321,11 +322,11 @@ def test_a_machine_in_reserve_goes_on_when_all_others_are_lost_at_once():
     """It saw a folder that all share before the run there had a name."""
     membership = of_three("run")
     membership.phase = Phase.RUNNING
-    membership.machines["d"] = Machine("d", "d", "10.0.0.1", arrival=3, is_ready=True, state=replace(A, run=""))
-    view = View(membership.machines["d"], ready_after=-1, silent=dict.fromkeys("abc", 30.0))
+    membership.machines["d"] = Machine("d", "d", "10.0.0.1", arrival=3, is_ready=True)
+    view = View(membership.machines["d"], ready_after=-1, silent=dict.fromkeys("abc", 30.0), state=replace(A, run=""), looked=0)
     membership = advance(membership, view)
     assert membership.phase is Phase.GATHERING and [*membership.machines] == ["d"] and not membership.conflict
-    membership = advance(membership, replace(view, state=A))
+    membership = advance(membership, replace(view, state=A, looked=3))
     assert membership.phase is Phase.MEETING and membership.chosen == ["d"]
 
 
