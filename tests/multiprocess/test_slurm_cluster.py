@@ -246,13 +246,6 @@ def test_second_job_with_the_same_output_folder_is_refused_and_the_first_is_undi
     assert first.wait() == ("COMPLETED", "0:0", 0), first.log
 
 
-@long
-def test_folders_with_blanks_and_quotes_are_taken_as_they_are(submit, tmp_path):
-    job = submit(*(word.replace("=out", "=the model's $HOME") for word in SLOW), "2", folder=tmp_path / "it's here")
-    assert job.wait() == ("COMPLETED", "0:0", 0), job.log
-    assert_whole(tmp_path / "it's here" / "the model's $HOME", [2])
-
-
 # Nodes that are lost
 
 
