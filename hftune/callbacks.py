@@ -38,7 +38,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from pprint import pformat
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from hftune.config.importing import import_named
 from hftune.errors import ConfigError, first_line, format_value
@@ -256,12 +257,13 @@ class Callback:
     must_not_fail = False
     """Whether an exception in it ends the run."""
 
-    def __new__(cls, *arguments: Any, **named: Any) -> Callback:
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
         if cls.__init__ is object.__init__ and (arguments or named):  # which does not look, where there is a __new__
             raise TypeError(f"{cls.__qualname__} takes no arguments")
         made = super().__new__(cls)
-        given = re.sub(r" at 0x[0-9a-f]+", "", f"{arguments} {sorted(named.items())}")
-        made.made_as = f"{cls.__module__}.{cls.__qualname__} {sha256(given.encode()).hexdigest()[:16]}"
+        given = re.sub(r" at 0x[0-9a-f]+", "", pformat([arguments, named], width=1))  # which sorts sets
+        name = f"{cls.__module__}.{cls.__qualname__} {sha256(given.encode()).hexdigest()[:16]}"
+        object.__setattr__(made, "made_as", name)  # frozen dataclasses, too
         return made
 
     made_as: str

@@ -55,6 +55,7 @@ def finish(run: Run, output: OutputDir) -> TrainResult:
     )
     wait_for_checkpoint(run)
     run.tell_while_waiting("on_end", lambda: End(result=result))
+    strategy.gather_to_main([])  # until all have heard of it
 
     def write_result() -> None:
         with explain_write_errors(path := output.path / "result.json"):

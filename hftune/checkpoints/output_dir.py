@@ -139,7 +139,7 @@ class OutputDir:
         now = provenance.digests
         if different := [name for name, digest in progress["digests"].items() if now.get(name, digest) != digest]:
             raise ConfigError(f"{path} was trained on different {' and different '.join(different)}. resume=never starts over.")
-        check_base(path, progress.get("base"), provenance.base)
+        check_base(path, progress.get("base"), provenance.base, "; resume=never starts over")
         try:
             strategy.sharding.load_state((checkpoint.tensors, progress["values"]) if checkpoint else None)
         except ValueError as error:
@@ -273,10 +273,10 @@ def check_commits(path: str, before: Mapping[str, str], now: Mapping[str, str]) 
             )
 
 
-def check_base(path: str, before: str | None, now: str | None) -> None:
+def check_base(path: str, before: str | None, now: str | None, hint: str = "") -> None:
     """Refuse to go on with adapters on other frozen weights than they were trained on, or raise ConfigError."""
     if before != now:
         raise ConfigError(
             f"{path} holds adapters of another base model: the frozen weights that are loaded now have other values or "
-            "another precision. Restore task.model as it was when the run began; resume=never starts over."
+            f"another precision. Restore task.model as it was when the run began{hint}."
         )

@@ -80,7 +80,7 @@ def track_evaluation(recipe: Recipe, score: Score, split: str) -> None:
     """Record an evaluation at the trackers, at the training step that its model comes from. Main process only."""
     evaluation, step, task = score.evaluation, score.step, recipe.task
     rows = ask(task, "describe", evaluation.rows, evaluation.rows) if split == "eval" else evaluation.rows
-    images = evaluation.images
+    images, labels = evaluation.images, ask(task, "labels", None)
     facts = {"model": score.model, "split": split, "samples": score.num_samples, "processes": score.world_size}
     with tracked(recipe, facts) as (tracker, folder):
         tracker.log(step, None, {f"{split}/{name}": value for name, value in evaluation.metrics.items()})
@@ -89,7 +89,7 @@ def track_evaluation(recipe: Recipe, score: Score, split: str) -> None:
             f"{split}/",
             rows=rows,
             counts=evaluation.metrics.get("confusion_matrix", ()),
-            labels=ask(task, "labels", None) or (),
+            labels=() if labels is None else labels,
             images=images,
             captions=[ask(task, "caption", "", row) for row in rows[: len(images)]],
         )

@@ -18,9 +18,8 @@ def main(argv: list[str]) -> int | str:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    if (
-        is_torchrun := argv[0] == "torchrun"
-    ):  # on this machine alone; hftune.launch tells what the processes leave in their files
+    is_torchrun = argv[0] == "torchrun"
+    if is_torchrun:  # on this machine alone; hftune.launch tells what the processes leave in their files
         from torch.distributed.run import main as launch
 
         logging.disable(logging.ERROR)  # that a process failed and the others are being stopped, once for each

@@ -97,9 +97,8 @@ def complete_adapter(model: PreTrainedModel, directory: Path, name: str | None, 
     # Here and not in peft's config: peft would ask the Hub about the base each time it saves.
     written |= {"base_model_name_or_path": base.folder(final.absolute()), "revision": commit}
     path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    tensors = load_file(
-        directory / WEIGHTS
-    )  # save_pretrained leaves out a shared weight's second name, which peft wants to read
+    # save_pretrained leaves out a shared weight's second name, which peft wants to read.
+    tensors = load_file(directory / WEIGHTS)
     trained = {f"{PREFIX}{name}": value for name, value in model.get_adapter_state_dict().items()}
     if missing := {name: value.detach().to("cpu", copy=True) for name, value in trained.items() if name not in tensors}:
         save_file({**tensors, **missing}, directory / WEIGHTS, {"format": "pt"})

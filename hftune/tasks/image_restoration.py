@@ -264,6 +264,9 @@ class ImageRestoration(ImageTask):
         mask = {} if self.mask_column is None else {"mask": self.mask_column}
         return {"image": self.image_column, **mask}
 
+    def example_inputs(self) -> list:
+        return []  # of a pair of images nothing can be made that MLflow keeps
+
     def predict(self, model: nn.Module, inputs: list) -> list[dict[str, Any]]:
         """Restore pairs of image and mask, each a path, a Pillow image or a uint8 array. A row's ``image`` is a Pillow image.
 

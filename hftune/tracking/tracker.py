@@ -125,7 +125,7 @@ class Tracker(Callback):
             rows=evaluation.rows,
             samples=evaluation.samples,
             counts=evaluation.metrics.get("confusion_matrix", ()),
-            labels=evaluation.labels or (),
+            labels=() if evaluation.labels is None else evaluation.labels,
             images=evaluation.images,
             captions=evaluation.captions,
         )
@@ -220,14 +220,16 @@ class Tracker(Callback):
             del worst[MAX_ROWS:]
             fields = dict.fromkeys(field for row in worst for field in row)
             self._do("log_table", step, f"{prefix}predictions", [{field: row.get(field) for field in fields} for row in worst])
-        if len(counts) == len(labels) > MAX_CLASSES:
+        if len(labels) == 0:  # then "confusion_matrix" is a metric of the user's, whatever it is
+            pass
+        elif len(counts) == len(labels) > MAX_CLASSES:
             cells = ((count, i, j) for i, row in enumerate(counts) for j, count in enumerate(row) if i != j and count)
             mistakes = [
                 {"true class": labels[i], "prediction": labels[j], "count": count}
                 for count, i, j in heapq.nlargest(MAX_ROWS, cells)
             ]
             self._do("log_table", step, f"{prefix}confusion", mistakes)
-        elif len(counts) == len(labels) > 0:
+        elif len(counts) == len(labels):
             self._do("log_confusion_matrix", step, f"{prefix}confusion", counts, labels)
         if len(images):
             self._do("log_images", step, f"{prefix}images", images, captions)

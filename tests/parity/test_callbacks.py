@@ -94,7 +94,10 @@ def test_one_that_fails_on_one_process_is_left_alone(runs):
     assert said.count("tests.support.callbacks.FailsElsewhere.on_step failed: RuntimeError: no luck in step 1.") == 1
 
 
-def test_one_that_must_not_fail_ends_all_processes(tmp_path):
-    job = Command(2, f"recipe={RECIPE}", *JOB, named("MustNotFail"), f"output_dir={tmp_path}/out")
+@pytest.mark.parametrize(
+    ("name", "said"), [("MustNotFail", "no luck in step 1"), ("MustNotFailAtTheEnd", "no luck at the end")]
+)
+def test_one_that_must_not_fail_ends_all_processes_and_leaves_no_result(name, said, tmp_path):
+    job = Command(2, f"recipe={RECIPE}", *JOB, "train.max_steps=2", named(name), f"output_dir={tmp_path}/out")
     _, errors = job.communicate()
-    assert job.returncode == 1 and "no luck in step 1" in errors
+    assert job.returncode == 1 and said in errors and not (tmp_path / "out" / "result.json").exists()

@@ -1,6 +1,7 @@
 """Callbacks for recipes of tests."""
 
 import random
+import time
 
 import torch
 
@@ -47,3 +48,12 @@ class FailsElsewhere(EndsElsewhere):
 
 class MustNotFail(FailsElsewhere):
     must_not_fail = True
+
+
+class MustNotFailAtTheEnd(EndsElsewhere):
+    must_not_fail = True
+
+    def on_end(self, end):
+        if self.is_here:
+            time.sleep(1)  # the main process is done by then
+            raise RuntimeError("no luck at the end")

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -264,6 +265,15 @@ def test_values_have_a_section_of_their_own():
             step.log(name, 1.0)
     step.log("own/tensor", torch.tensor([2.5]))
     assert wishes.take_values() == {"own/tensor": 2.5} and wishes.take_values() == {}
+
+
+def test_how_a_callback_was_made_is_told_alike_by_each_process():
+    @dataclass(frozen=True)
+    class Frozen(Callback):
+        names: set
+
+    one, other = {0, 8}, {8, 0}  # equal, and in another order, as sets of texts are in each process
+    assert [*one] != [*other] and Frozen(one).made_as == Frozen(other).made_as != Frozen({0}).made_as
 
 
 @pytest.mark.parametrize(

@@ -342,3 +342,9 @@ def test_whole_images_of_several_shapes_keep_the_bound_in_pixels(folder):
     for micro_batch in step:
         batch = recipe.collate([train[int(sample)] for sample in micro_batch.samples])
         assert batch["mask"].numel() == micro_batch.tokens <= 2560
+
+
+def test_mlflow_gets_no_example_of_pairs_which_it_could_not_keep(folder):
+    task = ImageRestoration(data_dir=str(folder), eval_split="test", crop=16)
+    task.datasets()
+    assert task.example_inputs() == []

@@ -422,7 +422,10 @@ def test_of_many_classes_the_most_frequent_mistakes_are_shown(tmp_path):
         [{"true class": "c8", "prediction": "c2", "count": 9}, {"true class": "c3", "prediction": "c7", "count": 4}],
     )
     tracker.show(2, "eval/", counts=[[1, 0], [0, 1]], labels=["of another size"])
+    tracker.show(3, "eval/", counts=None)  # a metric of the user's that has the name
     assert calls(tracker, "Remembers")[-1][1] == 1
+    tracker.on_evaluation(evaluated(4, 0.5, {"confusion_matrix": [[1, 0], [0, 2]]}, best=None, labels=np.array(["cat", "dog"])))
+    assert calls(tracker, "Remembers")[-1][:2] == ("eval/confusion", 4)
 
 
 @pytest.mark.parametrize("was_seen", [True, False])
