@@ -229,7 +229,7 @@ def take_steps(strategy: DataParallel, recipe: Recipe, data: Any, plan: BatchPla
             strategy.forward_backward(batch, recipe.seed, step)
             strategy.report(strategy.clip_grad_norm(recipe.train.clip_norm))
             strategy.optimizer_step(recipe.train.lr)
-            strategy.clear_gradient()
+            strategy.sharding.clear_gradient()
     synchronize()
 
 

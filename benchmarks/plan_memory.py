@@ -159,7 +159,7 @@ def measure(name: str, size: dict[str, int], smoke: bool) -> int:
                 strategy.forward_backward(batch, one.seed, step)
                 strategy.clip_grad_norm(1.0)
                 strategy.optimizer_step(1e-5)
-                strategy.clear_gradient()
+                strategy.sharding.clear_gradient()
             peak = read_peak() - before
             del strategy, model, batch
             accelerator.free_memory()

@@ -154,7 +154,7 @@ class Hftune(Contender):
             strategy.forward_backward(batch, self.recipe.seed, step)
             strategy.report(strategy.clip_grad_norm(self.recipe.train.clip_norm))
             strategy.optimizer_step(self.recipe.train.lr)
-            strategy.clear_gradient()
+            strategy.sharding.clear_gradient()
 
 
 class RawDDP(Contender):

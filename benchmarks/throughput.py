@@ -274,7 +274,7 @@ class ByHftune(Contender):
             strategy.forward_backward(batch, self.recipe.seed, step)
             strategy.report(strategy.clip_grad_norm(config.clip_norm))
             strategy.optimizer_step(config.lr)
-            strategy.clear_gradient()
+            strategy.sharding.clear_gradient()
         return since(began)
 
 

@@ -133,7 +133,7 @@ def has_trained() -> bool:
     The newcomer's launcher leaves. Who has trained waits for that, as a process that ends by itself counts as one that failed.
     """
     agent = present_agent()
-    return agent is not None and any(number < agent[1] for number in agent[0].rounds("over"))
+    return agent is not None and any(agent[0].over(before) for before in range(agent[1]))
 
 
 def note_failure(failure: Failure) -> None:

@@ -37,14 +37,14 @@ class Usage:
     def __init__(self, here: ProcessInfo, device: Any, folder: Path):
         self.last: Sample = {}
         self._over = threading.Event()
-        process, total, gpu = psutil.Process(), psutil.virtual_memory().total, f"gpu{here.local_rank}"
+        process, gpu = psutil.Process(), f"gpu{here.local_rank}"
         self._sources: list[Callable[[], Sample]] = [
             lambda: {"process_memory_gib": process.memory_info().rss / GIB}  # without that of its data loader's
         ]
         if here.local_rank == 0:
             self._sources += [
                 lambda: {"cpu_percent": psutil.cpu_percent()},  # of the whole machine, since the last call
-                lambda: {"memory_gib": (total - psutil.virtual_memory().available) / GIB},
+                lambda: {"memory_gib": ((memory := psutil.virtual_memory()).total - memory.available) / GIB},
             ]
         if here.is_main:
             self._sources.append(lambda: {"disk_free_gib": shutil.disk_usage(folder).free / GIB})

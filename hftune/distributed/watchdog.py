@@ -188,7 +188,7 @@ class Watchdog:
             self.loss = self._describe_loss()
 
     def _pause(self) -> None:
-        """Wait for the next round; in short steps while processes that come wait for process 0 to confirm them."""
+        """Wait for the next round; in short steps while processes that come look for process 0's invitation."""
         until = time.monotonic() + (BEAT_S / 10 if self.report is not None else BEAT_S)
         meets = not self.has_group and (self.here.is_main or self.store is None)
         while (left := until - time.monotonic()) > 0:

@@ -247,7 +247,7 @@ class Sender(threading.Thread):
                     with self.copies.changed:
                         self.version = version
                         self.copies.changed.notify_all()
-        if self.is_chosen:
+        if self.is_chosen and not any(one is not self and one.machine == self.machine for one in self.copies._senders):
             self.copies.agreed.discard(self.machine)
         self.channel.close()
 

@@ -161,14 +161,16 @@ class ElasticRendezvous(RendezvousHandler):
                     reminder_s += REMINDER_S
                 continue
             self._check_job(membership)
-            if membership.departures != looked:  # not in the attending thread: a long ledger on a slow disk takes a while
-                looked = membership.departures
-                attendance.say(state=State() if attendance.copies is None else attendance.copies.state(), looked=looked)
             if membership.conflict:
                 leave(membership.conflict, rounds.REFUSED)
             is_running = membership.phase is Phase.RUNNING and membership.round > self.round
             if is_running and attendance.me.id in membership.members:
                 break
+            if (
+                membership.departures != looked
+            ):  # after a round, as it trains on; not in the attending thread: a long ledger on a slow disk takes a while
+                looked = membership.departures
+                attendance.say(state=State() if attendance.copies is None else attendance.copies.state(), looked=looked)
             is_chosen = membership.phase is Phase.MEETING and attendance.me.id in membership.chosen
             if is_chosen and membership.attempt > tried and self._connect(membership):
                 tried = membership.attempt

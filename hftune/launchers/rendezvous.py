@@ -42,7 +42,7 @@ REMINDER_S = 15.0
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine tells the main machine about itself."""
+    """What a machine tells the others about itself."""
 
     host: str
     address: str

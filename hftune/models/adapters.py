@@ -309,8 +309,3 @@ def matching(model: nn.Module, pattern: str, key: str) -> list[str]:
     near = difflib.get_close_matches(pattern.rpartition(".")[2], ends, n=3)
     how = f"Near it: {', '.join(near)}." if near else f"It has {', '.join([*kinds][:8])}."
     raise ConfigError(f"{key}: {pattern!r} is no module of {type(model).__name__}. {how}")
-
-
-def name_of(model: nn.Module, module: nn.Module) -> str:
-    """Return the name of a module in a model."""
-    return next(name for name, other in model.named_modules() if other is module)

@@ -28,6 +28,8 @@ def factor_at(step: int, num_steps: int, steps_per_epoch: int, config: TrainConf
     num_warmup = num_warmup_steps(num_steps, config)
     progress = (step - num_warmup) / max(1, num_steps - num_warmup)
     match config.schedule:
+        case "constant":
+            return 1.0
         case "linear":  # to 0 in a straight line
             return max(0.0, 1 - progress)
         case "cosine":  # to 0 along half a cosine
@@ -44,7 +46,7 @@ def factor_at(step: int, num_steps: int, steps_per_epoch: int, config: TrainConf
         case "wsd":  # at the peak, and to 0 in a straight line in the last train.decay_ratio of all steps
             num_decay = max(1, min(math.ceil(config.decay_ratio * num_steps), num_steps - num_warmup))
             return max(0.0, min(1.0, (num_steps - step) / num_decay))
-    return 1.0  # constant
+    raise ValueError(f"no schedule {config.schedule}")
 
 
 def lr_at(step: int, num_steps: int, config: TrainConfig, steps_per_epoch: int) -> float:

@@ -106,9 +106,9 @@ class Strategy(Collectives, ABC):
         """Collates for training without padding; set before ``prepare``. Evaluations pad, as they are sorted."""
         self.scores_head = False
         """Whether the model computes the loss together with its head, given targets; set before ``prepare``."""
-        # Of the last forward_backward. Tensors are on the device.
         self._loaders: dict[str, Loader] = {}
         """Of training and evaluation."""
+        # Of the last forward_backward. Tensors are on the device.
         self._counts: list[float] = []
         """What this process added to the sums."""
         self._sums = self._loss = torch.zeros(())

@@ -88,6 +88,7 @@ class Stage(nn.Module):
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
         self.statistics = RunningStatistics([], torch.float64)
+        """Of no layer until ``Pipeline`` sets it, and in evaluations: then it does nothing."""
 
     def forward(self, received: Tensor, index: Tensor) -> Tensor:
         micro_batch = self.micro_batches[int(index)]

@@ -152,15 +152,15 @@ class Sharding:
             finally:
                 self.average.exchange()
         elif averages_itself(optimizer := self.bare_optimizer):
-            own = [part_here(parameter.detach()) for group in optimizer.param_groups for parameter in group["params"]]
-            kept = [values.clone() for values in own]
+            own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            kept = [part_here(parameter.detach()).clone() for parameter in own]
             optimizer.eval()
             try:
                 yield
             finally:
                 optimizer.train()
-                for values, before in zip(own, kept, strict=True):  # to the bit: the way there and back rounds
-                    values.copy_(before)
+                for parameter, before in zip(own, kept, strict=True):  # to the bit: the way there and back rounds
+                    part_here(parameter.detach()).copy_(before)
         else:
             yield
 

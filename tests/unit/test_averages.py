@@ -101,6 +101,25 @@ def test_schedule_free_is_evaluated_at_its_average_and_trains_on_to_the_bit():
     assert all(map(torch.equal, *runs))
 
 
+def test_an_optimizer_that_binds_other_memory_gets_its_weights_back_to_the_bit():
+    class Shifts(torch.optim.SGD):
+        def eval(self):
+            self._move(1 / 3)
+
+        def train(self):
+            self._move(-1 / 3)
+
+        def _move(self, by):
+            for value in self.param_groups[0]["params"]:
+                value.data = value.data + by
+
+    model = nn.Linear(30, 20)
+    sharding, before = prepared(model, Shifts(model.parameters(), lr=0.1), keeps_average=False), copies(model)
+    with sharding.averaged():
+        assert not torch.equal(model.weight, before[0])
+    assert all(map(torch.equal, copies(model), before))
+
+
 def test_averages_are_saved_and_loaded_and_start_anew_where_there_are_none():
     model, rng = nn.Linear(3, 2), torch.Generator().manual_seed(0)
     first = prepared(model, torch.optim.SGD(model.parameters(), lr=0.1), keeps_average=True)

@@ -137,13 +137,29 @@ def test_rounds_with_a_loss_a_newcomer_and_an_end(start, capsys):
     assert "hftune: Round 0: 2 machines, " in said and "hftune: Round 1: 1 machine, " in said and "Lost " in said
 
 
-def test_a_copy_that_arrives_while_machines_wait_for_the_one_that_leaves_counts(start):
-    first, second, third = (start(most=3) for _ in range(3))
-    held = {agent: State() for agent in (first, second, third)}
+def holding(*agents: ElasticRendezvous) -> dict[ElasticRendezvous, State]:
+    """Return what the agents say that their folders hold: nothing, until it is changed."""
+    held = dict.fromkeys(agents, State())
     for agent in held:
         agent.attendance.copies = Mock(moved_at=0.0)
         agent.attendance.copies.configure_mock(**{"run.return_value": "", "newest.return_value": ""})
         agent.attendance.copies.state.side_effect = lambda agent=agent: held[agent]
+    return held
+
+
+def test_who_comes_back_last_says_what_it_holds_now_and_not_at_the_start_of_the_round(start):
+    held = holding(start(most=2), start(most=2))
+    meet(*held)
+    main, other = sorted(held, key=lambda agent: agent.machine_rank)
+    held[main], held[other] = State("run", 1, 20), State("run", 1, 10)  # an older copy
+    with ThreadPoolExecutor() as pool:
+        failed = pool.submit(meet, other)  # one of its processes did
+        until(lambda: main.attendance.membership.machines[other.attendance.me.id].is_ready)
+        assert (meet(main), failed.result()) == ([[0, 2]], [[1, 2]])
+
+
+def test_a_copy_that_arrives_while_machines_wait_for_the_one_that_leaves_counts(start):
+    held = holding(*(start(most=3) for _ in range(3)))
     meet(*held)
     leaves, *others = sorted(held, key=lambda agent: agent.machine_rank)
     held[leaves] = State("run", 1, 10)
