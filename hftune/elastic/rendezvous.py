@@ -166,9 +166,8 @@ class ElasticRendezvous(RendezvousHandler):
             is_running = membership.phase is Phase.RUNNING and membership.round > self.round
             if is_running and attendance.me.id in membership.members:
                 break
-            if (
-                membership.departures != looked
-            ):  # after a round, as it trains on; not in the attending thread: a long ledger on a slow disk takes a while
+            # Not during a round, in which the folder fills, and not in the attending thread: long ledgers take a while to read.
+            if membership.departures != looked:
                 looked = membership.departures
                 attendance.say(state=State() if attendance.copies is None else attendance.copies.state(), looked=looked)
             is_chosen = membership.phase is Phase.MEETING and attendance.me.id in membership.chosen
