@@ -76,7 +76,7 @@ class Sweep:
 
     space: Space
     recipe: Recipe
-    """That of one trial; it differs from the others in the keys that vary."""
+    """That of the first trial, whatever values are added later; it differs from the others in the keys that vary."""
     folder: Path
     jobs: int
     processes: int | None
@@ -102,11 +102,13 @@ class Sweep:
             raise ConfigError(f"{key}={low:g}..{high:g} is a range: --optuna N searches it. A grid needs a list of values.")
         if options.optuna is not None and find_spec("optuna") is None:
             raise ConfigError('--optuna needs a package that is not installed: pip install "hftune[sweeps]".')
+        recipes = []
         for values in space.corners() if options.optuna is not None else space.grid():
-            recipe = Recipe.from_argv(space.words(values))
-            recipe.validate()
-            if recipe.eval.is_off:
+            recipes.append(Recipe.from_argv(space.words(values)))
+            recipes[-1].validate()
+            if recipes[-1].eval.is_off:
                 raise ConfigError("A sweep compares evaluations, and eval.every=never makes none.")
+        recipe = recipes[0]  # without the keys that vary it might not be valid
         sweep = cls(space, recipe, Path(recipe.output_dir) / "sweep", options.jobs, options.processes, options.optuna)
         if options.jobs > 1:
             sweep.gpus = share_gpus(options.jobs, options.processes or 1)
@@ -119,6 +121,7 @@ class Sweep:
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
             was, trials = before["sweep"], before["trials"]
+            was["keys"].sort()  # earlier versions had them in the order of the words
         except FileNotFoundError:
             was, trials = own, []
         except (OSError, ValueError, KeyError) as error:
@@ -130,7 +133,9 @@ class Sweep:
             )
             raise ConfigError(f"{self.folder} holds a different sweep{how}. Set output_dir=... to a different folder.")
         if self.num_trials is None:
-            self.trials = [Trial(trial_name(values), values) for values in self.space.grid()]
+            names = {frozenset(trial["values"].items()): trial["name"] for trial in trials}
+            grid = [(names.get(frozenset(values.items())), values) for values in self.space.grid()]
+            self.trials = [Trial(name or trial_name(values), values) for name, values in grid]
         else:
             self.trials = [Trial(**trial) for trial in sorted(trials, key=lambda trial: trial["name"])]
         for trial in self.trials:
@@ -196,7 +201,7 @@ class Sweep:
             if not any(key == name or key.startswith(f"{name}.") for name in varying)
         }
         digest = sha256(json.dumps(shared, sort_keys=True, default=str).encode()).hexdigest()
-        own = {"recipe": space.recipe, "fixed": sorted(space.fixed), "keys": space.keys}
+        own = {"recipe": space.recipe, "fixed": sorted(space.fixed), "keys": sorted(space.keys)}
         by = {"by": "grid"} if self.num_trials is None else {"by": "optuna", "lists": space.lists}
         return {**own, **by, "digest": digest}
 

@@ -185,6 +185,30 @@ def test_values_that_the_recipe_alone_would_refuse_may_vary_and_words_may_come_i
     assert not trained() and {trial["name"] for trial in summary()["trials"]} == names
 
 
+def test_the_first_trial_tells_the_folder_and_what_all_share_whatever_values_are_added(trained):
+    for folder, word, values, added in (
+        ("outputs/x-1", "output_dir=outputs/x-${seed}", "seed=1,2", ",3"),
+        ("outputs/yelp_demo", "train.warmup_ratio=${train.weight_decay}", "train.weight_decay=0.1,0.2", ",0.3"),
+    ):
+        assert swept(word, "train.lr=1e-5,3e-5", values) == 0 and len(trained()) == 4
+        assert swept(word, "train.lr=1e-5,3e-5", values + added) == 0 and len(trained()) == 2
+        assert len(summary(f"{folder}/sweep")["trials"]) == 6
+
+
+def test_a_grid_that_was_begun_with_its_keys_in_another_order_goes_on(trained):
+    words = ["train.lr=1e-5,3e-5", "seed=1,2"]
+    assert swept(*words) == 0 and len(trained()) == 4
+    path = Path("outputs/yelp_demo/sweep/sweep.json")
+    before = json.loads(path.read_text())
+    before["sweep"]["keys"] = ["train.lr", "seed"]  # as earlier versions wrote it
+    for trial in before["trials"]:
+        own = f"seed_{trial['values']['seed']}_lr_{trial['values']['train.lr']}"
+        (path.parent / trial["name"]).rename(path.parent / own)
+        trial["name"] = own
+    path.write_text(json.dumps(before))
+    assert swept(*words) == 0 and not trained()
+
+
 def test_a_score_that_is_not_finite_is_not_called_a_missing_evaluation(tmp_path):
     for best, why in (({"metric": "loss", "value": None}, "its eval.metric is not finite"), ({}, "it was never evaluated")):
         (tmp_path / "result.json").write_text(json.dumps({"best": best}))
