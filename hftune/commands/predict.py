@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -164,7 +165,7 @@ def predict_table(options: argparse.Namespace) -> int:
 
 
 def image_inputs(inputs: Sequence[Path], masks: Path | None) -> list[Any]:
-    """Return image files, or pairs of image and mask.
+    """Return image files, or pairs of image and mask, and say what a folder holds besides.
 
     Images are paired by name if there are ``masks``, or if a folder holds image/ and mask/.
 
@@ -174,6 +175,7 @@ def image_inputs(inputs: Sequence[Path], masks: Path | None) -> list[Any]:
     """
     from hftune.data.files import list_images
     from hftune.data.restoration_images import paired
+    from hftune.tracking.console import note
 
     for path in (*inputs, *([] if masks is None else [masks])):
         if not path.exists():
@@ -186,9 +188,20 @@ def image_inputs(inputs: Sequence[Path], masks: Path | None) -> list[Any]:
             columns = paired({"image": image, "mask": mask}, f"--input {path}")
             found += zip(columns["image"], columns["mask"], strict=True)
         elif are_pairs:
+            for side in (image, mask):
+                if not side.exists():
+                    raise ConfigError(f"--input {side}: there is no such file or folder.")
             found.append((image, mask))
+        elif path.is_dir():
+            images = list_images(path, f"--input {path}")
+            found += images
+            files = {file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")}
+            if left_out := sorted(files.difference(images)):
+                what = "file that is not called an image is" if len(left_out) == 1 else "files that are not called images are"
+                said = f"--input {path}: {len(left_out):,} {what} left out, such as {left_out[0]}."
+                print(note(said), file=sys.stderr, flush=True)
         else:
-            found += list_images(path, f"--input {path}") if path.is_dir() else [path]
+            found.append(path)
     return found
 
 

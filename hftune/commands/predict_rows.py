@@ -168,7 +168,10 @@ class Parts:
             "options": {**job.options, "columns": job.columns, "empty": int(job.empty.sum()), "precision": job.mixed_precision},
             "version of hftune": __version__,
         }
-        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # there is none, or it is damaged
+            before = {}
         if self.folder.is_dir() and before != about:
             changed = [name for name in about if before.get(name) != about[name]]
             print(note(f"{self.folder} belongs to a different {' and '.join(changed)}: starting over."), flush=True)

@@ -67,8 +67,9 @@ def tools_of(row: Mapping[str, Any], column: str, as_written: bool = False) -> l
     tools = _parsed(row.get(column), column, as_written)
     if tools is None or tools == []:
         return None
-    are_tools = (isinstance(tool, dict) and isinstance(tool.get("function", tool), dict) for tool in tools)
-    if not isinstance(tools, list) or not all(are_tools):
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, dict) and isinstance(tool.get("function", tool), dict) for tool in tools
+    ):
         raise ChatError(f"Column {column!r} does not hold a list of JSON schemas, one a tool.")
     return tools
 

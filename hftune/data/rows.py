@@ -155,8 +155,12 @@ def load_files(kind: str, source: str, files: Sequence[str], split: str, as_writ
             cached_value(["is UTF-8", rows._fingerprint], lambda: _check_characters(rows, source))
         return rows
     separator = "\t" if kind == "tsv" else ","
-    converters = dict.fromkeys(_text_columns(files, separator, as_written), _as_written)
-    rows = load("csv", source, data_files={split: files}, split=split, sep=separator, converters=converters)
+    texts = _text_columns(files, separator, as_written)
+    if as_written and texts:  # a type for all 10,000s of rows: of one without a text, pandas could not tell
+        options: dict[str, Any] = {"features": datasets.Features(dict.fromkeys(texts, datasets.Value("large_string")))}
+    else:
+        options = {"converters": dict.fromkeys(texts, _as_written)}
+    rows = load("csv", source, data_files={split: files}, split=split, sep=separator, **options)
     row = _swallowing_row(rows, separator)
     # Texts of several lines are usual in csv files, whose writers quote them well.
     if row is not None and (separator == "\t" or any(map(_has_stray_quotes, chain.from_iterable(map(local_files, files))))):

@@ -60,7 +60,11 @@ def read_table(name: str, config: str | None = None) -> Table:
     if path.is_dir():
         import datasets
 
-        files = [(str(file.relative_to(path)), file.stat()) for file in list_images(path, f"--data {name}")]
+        try:
+            images = list_images(path, f"--data {name}")
+        except DataError as error:
+            raise DataError(f"{error} For a table, name its file.") from error
+        files = [(str(file.relative_to(path)), file.stat()) for file in images]
         stamps = [[relative, state.st_size, state.st_mtime_ns] for relative, state in files]
         rows = datasets.Dataset.from_dict({"image": [relative for relative, _ in files]})
         table = Table(name, rows, sha256(json.dumps(stamps).encode()).hexdigest(), path)

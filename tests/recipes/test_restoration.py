@@ -151,6 +151,8 @@ def test_what_cannot_be_restored_is_named(demo, damaged, tmp_path, capsys):
     assert "Input 0 is a PosixPath, not a pair of an image and a mask. For `hftune predict`, set --masks." in said
     said = refusal(capsys, folder, "--input", images, "--masks", tmp_path / "none", *out)
     assert f"--masks {tmp_path}/none: there is no such file or folder." in said
+    said = refusal(capsys, folder, "--input", damaged, images / "0.png", *out)
+    assert said == f"hftune: --input {images}/0.png/image: there is no such file or folder.\n"
     (masks / "1.png").unlink()
     said = refusal(capsys, folder, "--input", damaged, *out)
     assert f"--input {damaged}: {images}/1.png has no match of the same name in {masks}." in said

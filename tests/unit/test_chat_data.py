@@ -286,7 +286,7 @@ def test_tools_are_lists_or_json():
     tool = {"function": {"name": "weather"}}
     assert tools_of({"tools": [tool]}, "tools") == tools_of({"tools": json.dumps([tool])}, "tools") == [tool]
     assert tools_of({"tools": None}, "tools") is tools_of({"tools": "[]"}, "tools") is tools_of({}, "tools") is None
-    for wrong in ({"name": "weather"}, [3], [{"function": "weather"}]):
+    for wrong in ({"name": "weather"}, [3], [{"function": "weather"}], 5, "5", "true"):
         with pytest.raises(ChatError, match="Column 'tools' does not hold a list of JSON schemas"):
             tools_of({"tools": wrong}, "tools")
 

@@ -15,6 +15,7 @@ from PIL import Image
 from hftune import cli, load_model
 from hftune.commands import predict_rows
 from hftune.commands.predict_data import find_columns, flat, flattened, output_columns, output_rows
+from hftune.data.files import IMAGES
 from hftune.data.table import read_table, write_table
 from hftune.errors import DataError
 from hftune.tasks import Seq2Seq, SequenceClassification
@@ -147,6 +148,10 @@ def test_empty_texts_are_refused_by_row_or_get_no_prediction(run, tmp_path, writ
         ("--data test.csv", "--data needs a file for the predictions: --output FILE (.csv, .tsv, .jsonl, .parquet)."),
         ("--data test.csv --output x.xlsx", "--output x.xlsx: its name does not end in one of .csv,"),
         ("--data test.csv --output none/x.csv", "--output none/x.csv: there is no folder "),
+        (
+            "--data y.csv.parts --output x.csv",
+            f"--data y.csv.parts: y.csv.parts has no images ({', '.join(IMAGES)}). For a table, name its",
+        ),
         ("--data empty.csv --output x.csv", "--data empty.csv cannot be read as csv: No columns to parse from file."),
         ("--data header.csv --output x.csv", "--data header.csv has no rows."),
         ("--data ragged.csv --output x.csv", "--data ragged.csv cannot be read as csv: Error tokenizing data."),
@@ -174,6 +179,14 @@ def test_a_compressed_table_is_read_as_the_one_in_it(table):
     packed = table.with_name("test.csv.gz")
     packed.write_bytes(gzip.compress(table.read_bytes()))
     assert read_table(str(packed)).rows.to_list() == read_table(str(table)).rows.to_list()
+
+
+def test_a_column_without_a_cell_in_ten_thousand_rows_is_read_as_text(tmp_path):
+    path = tmp_path / "long.csv"
+    path.write_text("text,id,late,never\n" + "a,007,,\n" * 10_000 + "a,008,true,\n")
+    rows = read_table(str(path)).rows
+    assert rows[0] == {"text": "a", "id": "007", "late": None, "never": None} and rows[10_000]["late"] == "true"
+    assert {name: kind.dtype for name, kind in rows.features.items()} == dict.fromkeys(rows.features, "large_string")
 
 
 @pytest.mark.parametrize("kind", ["csv", "tsv"])
@@ -270,6 +283,11 @@ def test_a_killed_prediction_goes_on_and_starts_over_for_different_data(run, tab
     assert "out.csv.parts belongs to a different input: starting over." in capsys.readouterr().out
     assert len(output.read_text().splitlines()) > 6
 
+    shutil.copytree(tmp_path / "kept", tmp_path / "out.csv.parts")
+    (tmp_path / "out.csv.parts" / "about.json").write_text("{")
+    assert predict(run, "--data", table, "--output", output, "--batch-size", 3) == 0
+    assert "starting over." in capsys.readouterr().out
+
 
 def test_images_come_from_a_folder_or_by_their_paths(tmp_path, capsys, monkeypatch):
     folder = untrained("mnist_demo", tmp_path / "run")
@@ -285,6 +303,9 @@ def test_images_come_from_a_folder_or_by_their_paths(tmp_path, capsys, monkeypat
     table.write_text("file_name\nsome/2.png\nsome/0.png\n")
     assert predict(folder, "--data", table, "--output", output, "--columns", "file_name,label") == 0
     assert output.read_text().splitlines()[1:] == [by_folder[3], by_folder[1]]
+    assert predict(folder, "--input", digits.parent) == 0
+    said = capsys.readouterr().err
+    assert f"note: --input {digits.parent}: 1 file that is not called an image is left out, such as {table}." in said
     table.write_text("file_name\nsome/9.png\n")
     assert predict(folder, "--data", table, "--output", output) == 2
     assert "names an image that is not there, at row 0: some/9.png." in capsys.readouterr().err
