@@ -458,7 +458,8 @@ def _check_code(key: str, name: str, origin: str, layers: list[Layer], trust_cod
     if not trust_code and origin:  # what was typed on the command line is meant
         raise ConfigError(f"{key}={name} ({origin}) is not hftune's own code, and importing it would run it. {TRUST}")
     if trust_code and (is_dotted(name) or key != "eval.metrics"):
-        find_beside(key, name, [layer.path.parent for layer in reversed(layers) if layer.path is not None])
+        paths = (layer.path for layer in reversed(layers) if layer.path is not None)
+        find_beside(key, name, [path.parent for path in paths if path.is_file()])  # not of a run's folder
 
 
 def _is_shipped(origin: str) -> bool:

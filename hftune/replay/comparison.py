@@ -190,8 +190,9 @@ def _methods(runs: Sequence[RunRecord], facts: Sequence[RunFacts]) -> list[Metho
     telling = [key for key in keys if len({plain(recipe.get(key)) for recipe in firsts}) > 1]
     methods = []
     for number, (group, recipe) in enumerate(zip(groups.values(), firsts, strict=True)):
-        values = {key: plain(recipe[key]) for key in telling if key in recipe}
-        shown = ", ".join(f"{key}={value.rpartition('/')[2] or value}" for key, value in values.items())  # of a path, its end
+        values = {key: recipe[key] for key in telling if key in recipe}
+        ends = {key: value.rpartition("/")[2] or value for key, value in values.items() if isinstance(value, str)}  # of paths
+        shown = ", ".join(f"{key}={plain(value)}" for key, value in (values | ends).items())
         own = [facts[index].metrics for index in group.values()]
         metrics = {name: [one[name] for one in own] for name in own[0] if all(name in one for one in own)}
         letter = chr(ord("A") + number) if number < 26 else f"A{number}"

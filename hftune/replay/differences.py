@@ -140,19 +140,27 @@ def differences_between(a: Mapping[str, Any], b: Mapping[str, Any], step: int, h
         yield Difference("processes", "processes", text, ROUNDING, step)
 
 
-def row_difference(a: np.ndarray, b: np.ndarray, plan: Mapping[str, Any], first_step: int, last_step: int) -> Difference | None:
+def row_difference(
+    a: np.ndarray,
+    b: np.ndarray,
+    plan: Mapping[str, Any],
+    first_step: int,
+    last_step: int,
+    sides: tuple[str, str] = ("in A", "in B"),
+) -> Difference | None:
     """Compare training rows by their hashes, (N, 16) uint8; None if they are the same.
 
     Args:
         plan: of the start line, by which the step is found that uses a changed row first.
         first_step, last_step: the steps that both runs have.
+        sides: where the rows are, in words.
     """
     a_N, b_N = (np.ascontiguousarray(rows).view("S16").ravel() for rows in (a, b))
     if len(a_N) != len(b_N):
         texts = [f"train: {len(a_N):,} | {len(b_N):,} rows"]
-        for name, own, other in (("A", a_N, b_N), ("B", b_N, a_N)):
+        for side, own, other in zip(sides, (a_N, b_N), (b_N, a_N), strict=True):
             if len(found := np.flatnonzero(~np.isin(own, other))):
-                texts.append(f"{len(found):,} only in {name} ({_numbers(found)})")
+                texts.append(f"{len(found):,} only {side} ({_numbers(found)})")
         return Difference("data", "rows", ", ".join(texts), DATA, first_step)
     changed = np.flatnonzero(a_N != b_N)
     if not len(changed):

@@ -110,8 +110,9 @@ def findings(comparison: Comparison) -> Iterator[Finding]:
                 reading = _reading(one.interval.is_significant, one.mean).removeprefix("B is ")
                 rows.append([one.method, one.metric, plus_minus(one.interval), f"{pairing}: {reading}"])
         parts: list[str | Table] = [f"Less {methods[0].name}:", rows] if rows[1:] else []
-        if few := [f"{method.name[0]} has {len(method.runs)}" for method in methods if len(method.runs) < MIN_SEEDS]:
-            parts.append(f"An interval over the seeds takes {MIN_SEEDS} of each: {', '.join(few)}.")
+        if few := [method for method in methods if len(method.runs) < MIN_SEEDS]:
+            counts = [f"{method.name.partition(':')[0]} has {len(method.runs)}" for method in few]
+            parts.append(f"An interval over the seeds takes {MIN_SEEDS} of each: {', '.join(counts)}.")
         if parts:
             yield Finding("Differences over the seeds", parts)
 

@@ -124,7 +124,7 @@ class Verification:
             text = "rows not compared one by one: their digest, of all lengths and a few rows, is the run's"
             is_same = start["data"]["train"]["digest"] == self.replayer.digests["train data"]
             return Check("data", text, [] if is_same else ["they are not those of the run: their digest differs"])
-        rows = row_difference(noted, found, start["plan"], 1, self.history.last)
+        rows = row_difference(noted, found, start["plan"], 1, self.history.last, ("in the run", "here"))
         return Check("data", f"{len(found):,} rows here, each the same as in the run", [rows.text] if rows else [])
 
     def check_weights(self) -> Check:

@@ -18,7 +18,7 @@ from hftune.checkpoints.checkpointer import tensor_hashes
 from hftune.commands.verify import NAME_WIDTH
 from hftune.data.digest import row_hashes
 from hftune.data.row_hashes import root, write_rows
-from hftune.replay.history import path_of
+from hftune.replay.history import History, path_of
 from hftune.replay.ledger import read_ledger
 from hftune.replay.receipt import make_receipt, read_receipt, write_receipt
 from hftune.replay.verification import PinnedHistory
@@ -103,6 +103,13 @@ def anew(run):
     write_receipt(make_receipt(run), run / "receipt.json")
 
 
+def sign(manifest, folder):
+    """Write a manifest with its own hash."""
+    manifest.pop("sha256")
+    manifest["sha256"] = sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
 @contextmanager
 def checkpoint(run, step, name="model"):
     """Let the tensors of a checkpoint be changed, and make all hashes anew."""
@@ -111,11 +118,9 @@ def checkpoint(run, step, name="model"):
     yield tensors
     save_file(tensors, folder / f"{name}.safetensors")
     manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["sha256"]
     content = (folder / f"{name}.safetensors").read_bytes()
     manifest["files"][f"{name}.safetensors"] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
-    manifest["sha256"] = sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    sign(manifest, folder)
     with ledger(run) as lines:
         line_of(lines, "checkpoint", step).update(tensor_hashes(manifest["files"]))
     anew(run)
@@ -264,6 +269,9 @@ def test_row_of_the_data(run, trained, capsys):
     assert verified(run, capsys, "--segments", "0")[1] == []
     _, problems, _ = verified(run, capsys, "--all", "--data", f"train={forged}")
     assert problems[0].startswith(f"steps 1-3: step {first_use} gives loss ")
+    write_rows(run, hashes[:-1])
+    _, problems, _ = verified(run, capsys, "--segments", "2", "--data", f"train={forged}")
+    assert "data: train: 47 | 48 rows, 1 only here (47)" in problems
 
 
 def test_step_that_is_said_to_have_been_left_out(run, capsys):
@@ -311,6 +319,21 @@ def test_checkpoint_of_which_there_are_two(run):
     with checkpoint(run, 12) as tensors:
         shifted(tensors, 1e-3)
     assert history.checkpoint_at(12) is None
+
+
+def test_checkpoint_that_a_replay_has_left_is_not_exported(run, capsys):
+    own, aside = path_of(run, 12), path_of(run.with_name("run_replay"), 12)
+    shutil.copytree(own, aside)
+    progress, manifest = (json.loads((aside / f"{name}.json").read_text()) for name in ("progress", "manifest"))
+    progress["replayed"] = sha256(json.dumps(read_ledger(run).steps[12], sort_keys=True).encode()).hexdigest()
+    content = json.dumps(progress).encode()
+    (aside / "progress.json").write_bytes(content)
+    manifest["files"]["progress.json"] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
+    sign(manifest, aside)
+    assert History(run, read_ledger(run)).checkpoint_at(12) is not None
+    (own / "manifest.json").write_text("{}")
+    assert History(run, read_ledger(run)).checkpoint_path(12) == aside
+    assert verified(run, capsys, "--segments", "2")[1][0].startswith("weights: ")
 
 
 def test_config_and_code_of_the_export(run, capsys):

@@ -236,6 +236,24 @@ def test_two_seeds_are_not_enough(make_run, capsys):
     assert compared(folders[0], again).methods == [] and compared(*folders, again).methods[0].seeds == [1, 2]
 
 
+def test_methods_are_named_by_the_ends_of_paths_and_by_all_of_other_values(make_run):
+    folders = [
+        make_run(f"{name}{seed}", f"seed: {seed}\ntask: {{model: here/{name}, data_files: {{train: [{name}/x.csv]}}}}\n")
+        for name in ("a", "b")
+        for seed in (1, 2)
+    ]
+    names = [method.name for method in compared(*folders).methods]
+    assert names == [
+        f'{letter}: task.model={name}, task.data_files.train=["{name}/x.csv"]' for letter, name in (("A", "a"), ("B", "b"))
+    ]
+
+
+def test_more_methods_than_letters_have_numbers(make_run, capsys):
+    folders = [make_run(f"{lr}", f"seed: 1\ntrain: {{lr: {lr}}}\n", accuracy=0.5) for lr in range(1, 28)]
+    again = make_run("again", "seed: 2\ntrain: {lr: 1}\n", accuracy=0.5)
+    assert "Z has 1, A26 has 1." in said_of(capsys, *folders, again)
+
+
 def test_bad_arguments_are_refused(make_run, tmp_path, capsys):
     run = make_run("a")
     assert refused(capsys, run) == f"compare needs two or more runs: hftune compare {run} RUN."

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -207,6 +208,7 @@ def test_code_of_others_is_not_imported_unasked(tmp_path, capsys):
     said = refused(capsys, folder, "--step", 3)
     assert said.startswith(f"task.dataset=tests.support.tasks:few_reviews ({folder}) is not hftune's own code")
     History.open(folder, trust_code=True).recipe_at(3)
+    assert str(folder.parent) not in sys.path
 
 
 def test_two_replays_of_one_step_have_folders_of_their_own(tmp_path):
