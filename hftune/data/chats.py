@@ -321,21 +321,24 @@ class ChatFormat:
         last = turns[-1]
         ids, spans, places = self._ids(last.whole), [], set()
         for place, prompt, whole in turns:
-            start = self._ids(prompt) if last.whole.startswith(whole) else None
-            if start is not None and ids[: len(start)] == start:
-                stop = next((position for position in range(len(start), len(ids)) if ids[position] in self.stops), None)
+            if not last.whole.startswith(whole):
+                continue
+            prompt_ids = self._ids(prompt)
+            start = len(prompt_ids)
+            if ids[:start] == prompt_ids:
+                stop = next((position for position in range(start, len(ids)) if ids[position] in self.stops), None)
                 if stop is None:
                     raise ChatError(f"Message {place}: the tokenizer splits the token that ends the answer.")
-                spans.append((len(start), stop + 1))
+                spans.append((start, stop + 1))
                 places.add(place)
         if last.place in places:
             return _Tokens(ids, spans, places)
         # Tokenized apart, as in inference, where no token can straddle the border of prompt and answer.
-        start = self._ids(last.prompt)
-        apart = start + self._ids(last.whole.removeprefix(last.prompt))
+        prompt_ids = self._ids(last.prompt)
+        apart = prompt_ids + self._ids(last.whole.removeprefix(last.prompt))
         if self.tokenizer.decode(apart) != self.tokenizer.decode(ids):
             raise ChatError(f"Message {last.place}: prompt and answer cannot be tokenized apart.")
-        return _Tokens(apart, [(len(start), len(apart))], {last.place})
+        return _Tokens(apart, [(len(prompt_ids), len(apart))], {last.place})
 
 
 @lru_cache(maxsize=8)
