@@ -184,7 +184,7 @@ def points(*overrides, task="Signs"):
 
 
 def test_model_of_an_own_task_answers_as_load_model_does(monkeypatch):
-    train(points("track.project=points"))
+    train(points("track.project=points", "track.with=[mlflow,tensorboard]"))
     run = only_run(experiment="points")
     draw = np.random.RandomState(1).randn(20, 4)
     answers = [row["label"] for row in load_model("outputs/trapped", trust_code=True).predict(list(draw))]
@@ -195,6 +195,10 @@ def test_model_of_an_own_task_answers_as_load_model_does(monkeypatch):
     assert files == ["eval/samples/step_00000004.json", "eval/samples/step_00000008.json"]
     rows = table(run, files[0])
     assert len(rows) == 3 and all(list(row) == ["given"] for row in rows)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator("outputs/trapped/tensorboard/points").Reload()
+    assert [event.step for event in events.Tensors("eval/samples/text_summary")] == [4, 8]
 
 
 def test_task_without_answers_has_its_model_as_files_also_in_the_registry():

@@ -355,7 +355,7 @@ WRONG_WORDS = [
     ("track.upload=bset", "is not one of none, best, all. Did you mean 'best'?"),
     ("adapter.targets=[]", "is neither all-linear nor a list of names"),
     ("train.parts=64", "is larger than train.batch_size=32"),
-    ("train.micro_batch_size=33", "is larger than train.batch_size=32"),
+    ("train.micro_batch_size=33", "a micro-batch is a part of the global batch. Lower the first or raise the second."),
     ("train.lr=nan", "must be above 0 and finite."),
     ("train.weight_decay=inf", "must be at least 0 and finite."),
     ("train.betas=[0.9,1]", "each must be in [0, 1)."),
@@ -635,6 +635,9 @@ def test_a_model_folder_needs_a_config_or_says_what_is_in_it(plain, tmp_path):
         assert refusal(f"recipe={plain}", f"task.model={folder}") == f"task.model={folder}: there is no such folder."
     said = refusal(f"recipe={plain}", f"task.model={tmp_path}/empty")
     assert said.startswith(f"task.model={tmp_path}/empty has no config.json (it has nothing)")
+    for name in ("weights.bin", "notes.txt"):
+        (tmp_path / "empty" / name).touch()
+    assert " (it has notes.txt, weights.bin): " in refusal(f"recipe={plain}", f"task.model={tmp_path}/empty")
     said = refusal(f"recipe={plain}", f"task.model={tmp_path}/run")
     assert " (it has model)" in said and said.endswith(f" Did you mean {tmp_path}/run/model?")
     Recipe.from_argv([f"recipe={plain}", f"task.model={tmp_path}/run/model"]).validate()

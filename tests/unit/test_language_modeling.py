@@ -234,7 +234,7 @@ def test_data_that_cannot_work_are_refused_before_a_model_is_built(task, write_r
         ({"nhead": 3}, "task.model_config.nhead is not a key of TransformerLMConfig."),
         (
             {"model_type": "mixtral", "output_router_logits": True},
-            "task.model_config.output_router_logits is true, with which mix",
+            "hftune computes the loss without it. Set task.model_config.output_router_logits=false.",
         ),
         ({"model_type": "transformer"}, "'transformer' is not known to transformers. Did you mean 'transformer_lm'?"),
     ],

@@ -158,6 +158,12 @@ def test_a_run_that_ends_early_says_why_unless_it_is_to_be_resumed(tmp_path, mon
     assert calls(paused, "Remembers")[1:] == [("finish", "paused")]
 
 
+def test_a_resumed_run_tells_its_tracker_where_it_was(tmp_path):
+    opened(tmp_path, "Remembers").log(1, 0.5, {"train/loss": 2.0})
+    again = opened(tmp_path, "Remembers", step=1, run_ids={f"{__name__}.Remembers": "seven"})
+    assert calls(again, "Remembers") == [("start", 5e-5, 1, "seven", 1)]
+
+
 def test_a_tracker_that_fails_is_one_warning_and_the_others_get_everything(tmp_path, capsys):
     tracker = opened(tmp_path, "Fails", "Remembers")
     for step in (1, 2, 3):

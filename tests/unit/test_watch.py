@@ -29,7 +29,7 @@ from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.distributed.rendezvous import Attempt, agree
 from hftune.distributed.watchdog import MAIN, WATCHDOG, Watchdog
-from hftune.errors import ElsewhereError, TrainingError
+from hftune.errors import DataError, ElsewhereError, TrainingError
 
 FRESH = 0.3
 
@@ -315,6 +315,9 @@ def test_one_process_adds_to_an_error_where_it_happened(monkeypatch):
         raise ValueError("bad")
     head, *_, last = caught.value.report.text.splitlines()
     assert (head, last, caught.value.report.code) == ("[step 3, sample 7]", "ValueError: bad", 1)
+    with pytest.raises(DataError) as known, Heartbeat(progress, 60, 1800):
+        raise DataError("bad")
+    assert known.value.report == Report("hftune: bad", code=2, rank=0, kind="DataError")
 
 
 @pytest.mark.parametrize(
