@@ -75,7 +75,7 @@ class Copies:
         self.changed = threading.Condition()
         self.moved_at = float("-inf")
         """When something last arrived here."""
-        self._senders: list[Sender] = []
+        self.senders: list[Sender] = []
         self._receiver: Receiver | None = None
         self._first = self._token = ""
         self._others: set[str] = set()
@@ -120,18 +120,18 @@ class Copies:
         if not (self._token and hmac.compare_digest(token.encode(), self._token.encode())):
             connection.close()
             return
-        for before in self._senders:
+        for before in self.senders:
             if before.machine == machine:
                 before.stop()
-        self._senders = [one for one in self._senders if one.machine != machine and one.is_alive()]
+        self.senders = [one for one in self.senders if one.machine != machine and one.is_alive()]
         sender = Sender(self, Channel(connection), machine, host)
         sender.start()
-        self._senders.append(sender)
+        self.senders.append(sender)
 
     @property
     def num_kept(self) -> int:
         """How many other machines keep a copy."""
-        return sum(bool(one.is_chosen) and one.is_there for one in self._senders)
+        return sum(bool(one.is_chosen) and one.is_there for one in self.senders)
 
     def complete(self) -> None:
         """Wait until the copies have all that this machine has now, or their machines are gone."""
@@ -139,7 +139,7 @@ class Copies:
         with self.changed:
             self.version += 1
             self.changed.notify_all()
-            while any(one.is_awaited for one in self._senders) or (
+            while any(one.is_awaited for one in self.senders) or (
                 time.monotonic() < until and any(map(self.is_here, self._others - self.agreed))
             ):
                 self.changed.wait(LOOK_S)
@@ -147,11 +147,11 @@ class Copies:
     def stop(self) -> None:
         """End copying. Nothing is written to this machine's folder afterwards."""
         self._first = self._token = ""
-        for sender in self._senders:
+        for sender in self.senders:
             sender.stop()
         if self._receiver is not None:
             self._receiver.stop()
-        self._senders, self._receiver, self.agreed = [], None, set()
+        self.senders, self._receiver, self.agreed = [], None, set()
 
     def say(self, text: str) -> None:
         """Say something once."""
@@ -247,7 +247,7 @@ class Sender(threading.Thread):
                     with self.copies.changed:
                         self.version = version
                         self.copies.changed.notify_all()
-        if self.is_chosen and not any(one is not self and one.machine == self.machine for one in self.copies._senders):
+        if self.is_chosen and not any(one is not self and one.machine == self.machine for one in self.copies.senders):
             self.copies.agreed.discard(self.machine)
         self.channel.close()
 

@@ -107,7 +107,7 @@ def copy(here: Launcher, *others: Launcher) -> None:
     """Begin a round, and let the copies be made."""
     for launcher in (here, *others):
         launcher.begin(here)
-    until(lambda: any(sender.is_chosen for sender in here.copies._senders))
+    until(lambda: any(sender.is_chosen for sender in here.copies.senders))
     here.copies.complete()
 
 
@@ -192,7 +192,7 @@ def test_nothing_is_placed_that_has_not_arrived_whole(here, there, monkeypatch):
     monkeypatch.setattr(Channel, "receive", broken)
     here.begin(here)
     there.begin(here)
-    until(lambda: here.copies._senders and not here.copies._senders[0].is_alive())
+    until(lambda: here.copies.senders and not here.copies.senders[0].is_alive())
     assert steps(there.copies.folder / "checkpoints") == [5] and not (there.copies.folder / "ledger.jsonl").exists()
 
     def changed(self, file, count):
@@ -241,7 +241,7 @@ def test_the_end_waits_for_the_last_copy_and_for_nobody_who_is_gone(here, there,
 def test_the_end_waits_for_a_machine_whose_connection_has_just_broken(here, there):
     copy(here, there)
     here.begin(here, there, number=1)
-    (sender,) = here.copies._senders
+    (sender,) = here.copies.senders
     write_checkpoint(here.copies.folder, 20)
     sender.stop()
     sender.join()
