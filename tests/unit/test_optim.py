@@ -463,6 +463,7 @@ def test_patience_counts_from_the_last_improvement_that_was_large_enough():
         for _ in range(2):  # a run that goes on in a new folder evaluates its last step again, to have a model there
             state.note_score(score, greater_is_better=True, min_improvement=0.1)
         counts.append(state.evaluations_since)
+        assert state.has_ended(20, 2) == (score == 0.71)
     assert counts == [0, 1, 0, 1, 2, 0] and not state.has_ended(20, 1) and state.has_ended(11, None)
     state.note_score(0.72, greater_is_better=True, min_improvement=0.1)
     state.forget_best()
