@@ -80,9 +80,8 @@ def orders(config, count):
         ahead = [count] * places if config.schedule == "gpipe" else [places - place for place in range(places)]
         for place, first in enumerate(ahead):
             turns = [(place, kind, index) for index in range(count) for kind in "BF"]
-            yield sorted(
-                turns, key=lambda turn: (turn[2] - first * (turn[1] == "F"), turn[1])
-            )  # the last forward passes, in turns
+            # The last forward passes, in turns.
+            yield sorted(turns, key=lambda turn: (turn[2] - first * (turn[1] == "F"), turn[1]))
         return
     kind = ScheduleInterleaved1F1B if config.schedule == "interleaved" else ScheduleInterleavedZeroBubble
     stage = SimpleNamespace(num_stages=config.num_stages, group_size=places, group_rank=0, submod=None)

@@ -47,9 +47,8 @@ def runs(tmp_path_factory):
     own = (*base, f"recipe={folder / 'own.yaml'}")
     (folder / "mine.py").write_text(OWN_OPTIMIZER.format(eps=1e-8))
     found = train_on(1, {"own": own}, folder)
-    (folder / "mine.py").write_text(
-        OWN_OPTIMIZER.format(eps="0.000001")
-    )  # another length: Python trusts compiled code of the same second and length
+    # Of another length: Python trusts compiled code of the same second and length.
+    (folder / "mine.py").write_text(OWN_OPTIMIZER.format(eps="0.000001"))
     jobs = {
         "base": base,
         "same": base,

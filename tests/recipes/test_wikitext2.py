@@ -82,9 +82,8 @@ def test_predictions_have_a_row_a_block_whose_losses_are_the_evaluations(demo):
 def test_evaluate_scores_the_test_part_again_and_says_where_there_is_none(demo, tmp_path, capsys):
     run, _ = demo
     recipe, model = Recipe.load(run.folder / "recipe.yaml"), run.folder / "model"
-    assert evaluate(recipe, model, split="test").metrics == pytest.approx(
-        run.result["test"], rel=1e-6
-    )  # it was on two processes
+    # The run was on two processes.
+    assert evaluate(recipe, model, split="test").metrics == pytest.approx(run.result["test"], rel=1e-6)
     assert cli.main(["evaluate", f"recipe={run.folder}/recipe.yaml", "task.test_split=null", "--split", "test"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said == "hftune: --split test: this recipe's data has no such split. It has: train, eval."

@@ -189,9 +189,8 @@ def test_methods_are_judged_over_three_seeds_in_pairs(make_run, capsys):
         for one in compared(*folders[:5], make_run("x", "seed: 9\ntrain: {lr: 0.2}\n", accuracy=0.83)).method_differences
         if one.metric == "accuracy"
     ]
-    assert (
-        not unpaired.is_paired and not unpaired.interval.is_significant
-    )  # without pairs the same differences drown in the seeds'
+    # Without pairs the same differences drown in the seeds'.
+    assert not unpaired.is_paired and not unpaired.interval.is_significant
     assert "Over the seeds" in page(folders)
 
 
