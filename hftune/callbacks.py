@@ -227,7 +227,8 @@ class CheckpointDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """Training has ended, and everything is saved but result.json, which is written once all have heard of it."""
+    """Training has ended, and everything is saved but result.json, which is written once all have heard of it; and, if
+    ``on_checkpoint`` has said so, the last checkpoint: then ``on_failure`` follows."""
 
     result: TrainResult
 

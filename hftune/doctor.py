@@ -33,7 +33,7 @@ from hftune.distributed.network import outward_interfaces, own_addresses, resolv
 from hftune.distributed.preflight import check_writable
 from hftune.distributed.process_info import ProcessInfo, check_environment
 from hftune.distributed.session import Session
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, first_line
 from hftune.launchers.rendezvous import PORT, owner_of
 from hftune.run import fail, leave, outlive_readers
 from hftune.strategies.data_parallel import DataParallel
@@ -88,7 +88,7 @@ def examine_machine(output_dir: Path = Path("outputs")) -> Iterator[Finding]:
         try:
             yield from [Finding(what, *found) for found in examine()]
         except Exception as error:  # the doctor runs because something is wrong, so it has to give an answer
-            yield Finding(what, f"cannot be examined: {type(error).__name__}: {error}", FAULT)
+            yield Finding(what, f"cannot be examined: {first_line(error)}", FAULT)
 
 
 def _machine() -> Found:
@@ -296,10 +296,10 @@ def main(argv: list[str] | None = None) -> int:
         if ProcessInfo.from_environment().world_size == 1:
             if recipe is not None:
                 with Session(recipe) as session:
-                    _load(recipe, session.info)
+                    _load(recipe, session.here)
             return _report(found, "This machine")
         with Session(recipe, dead_after_s=20.0, stall_after_s=60.0, compares_early=False) as session:
-            datasets = None if recipe is None else _load(recipe, session.info)
+            datasets = None if recipe is None else _load(recipe, session.here)
             strategy = DataParallel(session.join(), None if recipe is None else recipe.task, session.progress)
             session.progress.stage("comparing with the other processes")
             faults = [finding for finding in found if finding.level == FAULT]

@@ -65,7 +65,7 @@ def open_run(
         return start_facts(recipe, strategy, parts, provenance, output.start.checkpoint, of_all(computed_on or []), rows_root)
 
     ledger = Ledger(output.path / LEDGER, ledger_start, output.is_ours)
-    must_start = not session.info.round
+    must_start = not session.here.round
     tracker = Tracker(recipe, run_ids, lambda: evaluation_is_due(run), must_start, output.before_release)
     console = Console(strategy.is_main, parts.num_steps, state.step, recipe.eval.metric)
     ours = our_callbacks(output, session, strategy, parts, clock, ledger, tracker, console)
@@ -97,6 +97,7 @@ def open_run(
     if strategy.is_main:
         session.at_end(run.checkpointer.wait)  # before the folder is released
     begin(run, output, session, parts)
+    provenance.callbacks = output.callbacks
     provenance.run_ids = strategy.on_main(tracker.run_ids)
     return run
 
@@ -145,8 +146,8 @@ def begin(run: Run, output: OutputDir, session: Session, parts: Parts) -> None:
         if strategy.is_main:
             parts.notices += [*unreachable_steps(recipe.train.profile, parts.num_steps), *output.start.notices]
             parts.notices += skip_notices(recipe.train, state.step, parts.num_steps)
-            parts.notices += where_it_goes_on(run, output, session.info)
-            facts = run_facts(recipe, strategy, parts, run.provenance, session.info.num_nodes)
+            parts.notices += where_it_goes_on(run, output, session.here)
+            facts = run_facts(recipe, strategy, parts, run.provenance, session.here.num_nodes)
             output.open(state)
             write(facts, output.path)
         return Begin(

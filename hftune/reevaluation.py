@@ -80,7 +80,7 @@ def evaluate(
         if checkpoint is None:
             check_model(model)
         saved = None
-        if checkpoint is not None and session.info.is_main:
+        if checkpoint is not None and session.here.is_main:
             check_checkpoint(checkpoint)
             try:
                 saved = open_checkpoint(checkpoint)

@@ -78,11 +78,11 @@ def claim(output: OutputDir, session: Session) -> None:
         ConfigError: see ``OutputDir.claim`` and ``check_trackers``.
     """
     session.progress.stage("claiming the output folder")
-    if not session.info.is_main:
+    if not session.here.is_main:
         hide_reports()
     elif not is_terminal(sys.stderr):
         hide_progress_bars()
-    if session.info.is_main and not session.info.round:  # it alone writes, and talks to trackers
+    if session.here.is_main and not session.here.round:  # it alone writes, and talks to trackers
         check_trackers(output.recipe)
     output.claim()
 

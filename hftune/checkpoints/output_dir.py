@@ -132,7 +132,7 @@ class OutputDir:
             (checkpoint.progress, str(checkpoint.path), [*self.start.changed]) if checkpoint else (None, "", [])
         )
         if progress is None:
-            return TrainState(callbacks=self.callbacks), {}
+            return TrainState(), {}
         strategy.on_main(lambda: self.check_finished(num_steps))  # ``confirm`` may have found it
         check_commits(path, progress.get("commits", {}), provenance.commits)
         # Without evaluation from here on (eval.every=never), there are no evaluation data to differ.
@@ -159,7 +159,6 @@ class OutputDir:
             state.forget_scores()
         if "callbacks" in changed:  # one that is not there any more may have ended the training
             state.ended_by = None
-        state.callbacks = self.callbacks
         return state, progress
 
     def finished_result(self, strategy: Strategy, state: TrainState, num_steps: int) -> TrainResult | None:

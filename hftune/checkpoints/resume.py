@@ -85,8 +85,8 @@ def find_start(recipe: Recipe, group: Sequence[Member] | None = None, callbacks:
     else:
         checkpoint, skipped = _named(Path(resume).expanduser(), folder), []
     changed = _changes(checkpoint, recipe)
-    state = checkpoint.progress["state"]
-    if state.get("ended_by") is not None and state.get("callbacks", []) != [*callbacks]:
+    before = checkpoint.progress.get("callbacks", [])
+    if checkpoint.progress["state"].get("ended_by") is not None and before != [*callbacks]:
         changed.setdefault("callbacks", "the callbacks that train was given, or their arguments")
     notices = [*skipped, *(f"Changed: {text}." for text in changed.values())]
     telling = [key for key in changed if resume_rule(key, type(recipe.task)) not in ("harmless", "length")]

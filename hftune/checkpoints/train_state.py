@@ -34,13 +34,11 @@ class TrainState:
     mean_items: float = 0.0
     """Number of these items."""
     pending: dict[str, str] = field(default_factory=dict)
-    """What callbacks of the main process have asked for, and the next step is to tell all processes; see ``Wishes``."""
+    """What callbacks, of any process, have asked for, and the next step is to tell all processes; see ``Wishes``."""
     evaluation_is_asked: bool = False
     """Whether a callback or the clock has asked for an evaluation that has not been made yet."""
     ended_by: str | None = None
     """Why a callback has ended the training before its last step."""
-    callbacks: list[str] = field(default_factory=list)
-    """How the callbacks were made that ``train`` was given besides the recipe's."""
 
     def advance(self) -> tuple[int, int]:
         """Count a step; return its epoch, and its place in it."""
@@ -105,3 +103,5 @@ class Provenance:
     conditions it was found under."""
     base: str | None = None
     """The digest of the frozen weights that adapters are trained on; None without adapters."""
+    callbacks: list[str] = field(default_factory=list)
+    """How the callbacks were made that ``train`` was given besides the recipe's."""

@@ -14,6 +14,7 @@ from hftune.callbacks import Failure
 from hftune.config import Recipe
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError
+from hftune.secrecy import without_secrets
 from hftune.task import ask
 from hftune.tracking.jsonl import write_rows
 from hftune.tracking.tracker import Tracker, check_trackers
@@ -71,7 +72,7 @@ def tracked(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[tuple[Tracker,
         tracker.start(0, facts)
         yield tracker, folder
     except BaseException as error:
-        tracker.on_failure(Failure(reason=f"{type(error).__name__}: {error}", is_interruption=False))
+        tracker.on_failure(Failure(reason=without_secrets(f"{type(error).__name__}: {error}"), is_interruption=False))
         raise
     tracker.close(f"{recipe.track.job_type} of {facts['model']}")
 

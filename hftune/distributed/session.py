@@ -53,7 +53,7 @@ class Session(Heartbeat):
             self.train.dead_after_s if dead_after_s is None else dead_after_s,
             self.train.stall_after_s if stall_after_s is None else stall_after_s,
         )
-        self.info, self._compares_early = self.here, compares_early
+        self._compares_early = compares_early
         self._stack = ExitStack()
 
     def __enter__(self) -> Session:
@@ -63,7 +63,7 @@ class Session(Heartbeat):
             if self._compares_early and self.recipe is not None:
                 self.progress.stage("comparing code and recipe with the other processes")
                 store = self._watch.store if self._watch is not None and self._watch.met.wait(EARLY_S) else None
-                check_early(store, self.info.rank, fingerprint(self.recipe))
+                check_early(store, self.here.rank, fingerprint(self.recipe))
             self.progress.stage("checking this machine")
             if self.recipe is None:
                 check_launch()
@@ -127,10 +127,10 @@ class Session(Heartbeat):
             device: of this process.
             folder: on the file system whose free space is sampled.
         """
-        watch, usage = self._watch, self._stack.enter_context(Usage(self.info, device, folder))
+        watch, usage = self._watch, self._stack.enter_context(Usage(self.here, device, folder))
         if watch is not None:
             watch.usage = usage
-        if not self.info.is_main:
+        if not self.here.is_main:
             return dict
         if watch is None:
             return lambda: by_host({0: usage.last}, {0: 0})

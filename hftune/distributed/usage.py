@@ -54,7 +54,7 @@ class Usage:
             cuda = torch.cuda  # its load and power fail without nvidia-ml-py
             self._sources += [
                 lambda: {f"{gpu}_memory_gib": cuda.memory_reserved(device) / GIB},
-                lambda: {f"{gpu}_peak_gib": cuda.max_memory_allocated(device) / GIB},  # since DeviceMemory.restart
+                lambda: {f"{gpu}_peak_gib": cuda.max_memory_allocated(device) / GIB},  # since StepTimes.take
                 lambda: {f"{gpu}_percent": cuda.utilization(device)},
                 lambda: {f"{gpu}_power_w": cuda.power_draw(device) / 1000},
             ]

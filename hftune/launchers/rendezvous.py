@@ -91,7 +91,8 @@ def leave(message: str, code: int = 1) -> NoReturn:
     """End the launcher with one message; a traceback would not help.
 
     Args:
-        code: 1; REFUSED if it cannot be started like this; STOPPED if a scheduler may start it again.
+        code: 1; 0 if there is nothing left to do; REFUSED if it cannot be started like this; STOPPED if a scheduler may start
+            it again.
     """
     say(message)
     sys.exit(code)

@@ -1,8 +1,9 @@
 """Trains on the executors of a Spark cluster, or on the driver's machine. The entry point is hftune.spark.
 
 pyspark's TorchDistributor starts the processes and knows nothing about training. A folder that the driver and the processes
-share keeps what TorchDistributor loses: who failed and why, and what the main process returned. In pyspark 4.3 a failed run may
-come back as a success, with the value of a different process, and an executor's exception never comes back at all.
+share keeps what TorchDistributor loses: who failed and why, and who trained to the end. The result is read from the output
+folder. In pyspark 4.3 a failed run may come back as a success, with the value of a different process, and an executor's
+exception never comes back at all.
 
 Executors import this module before they have the driver's environment variables, so it must not import torch by itself.
 """

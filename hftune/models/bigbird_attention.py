@@ -302,13 +302,13 @@ def _attend_middle(
     (B, _, M, K), (S, D) = blocks_BHMK.shape, q_BHMSD.shape[-2:]
     count = max(1, min(GATHERED_ELSEWHERE // (B * M * K * S * D), MAX_GRID // (B * M)))
     inputs, contexts = (q_BHMSD, k_BHNSD, v_BHNSD, blocks_BHMK, used_BHMK), []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, gathered_XK: Tensor, mask_X11Y: Tensor) -> Tensor:
+        keys_and_values = (_gather(_as_rows(x), gathered_XK, D) for x in (k, v))
+        return scaled_dot_product_attention(_one_each(q), *keys_and_values, mask_X11Y).view(q.shape)  # type: ignore
+
     for *qkv, blocks, used in zip(*(x.split(count, 1) for x in inputs), strict=True):
         places_and_mask = _places(qkv[1].shape, blocks, used, valid_BT)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, gathered_XK: Tensor, mask_X11Y: Tensor) -> Tensor:
-            keys_and_values = (_gather(_as_rows(x), gathered_XK, D) for x in (k, v))
-            return scaled_dot_product_attention(_one_each(q), *keys_and_values, mask_X11Y).view(q.shape)  # type: ignore
-
         # There is nothing random in it.
         contexts.append(checkpoint(attend, *qkv, *places_and_mask, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(contexts, 1)

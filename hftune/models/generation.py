@@ -84,8 +84,9 @@ def continued(outputs: Any, num_title_tokens: int, config: GenerationConfig) -> 
     given: dict[str, Any] = {}
     if (hidden_BTC := getattr(outputs, "encoder_last_hidden_state", None)) is not None:
         given["encoder_outputs"] = BaseModelOutput(last_hidden_state=hidden_BTC)
-    cache, num_rows = getattr(outputs, "past_key_values", None), max(config.num_beams or 1, config.num_return_sequences or 1)
-    needs_its_own = (config.cache_implementation, config.prefill_chunk_size)  # kinds of cache, as some kinds of decoding do
+    cache = getattr(outputs, "past_key_values", None)
+    num_rows = max(config.num_beams or 1, config.num_return_sequences or 1)  # that generate computes for each source
+    needs_its_own = (config.cache_implementation, config.prefill_chunk_size)  # some kinds of cache do, and of decoding
     if cache is None or config.use_cache is False or needs_its_own != (None, None):
         return given
     if config.get_generation_mode() not in CONTINUABLE:

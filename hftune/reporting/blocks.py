@@ -20,7 +20,7 @@ Block = dict[str, Any]
 
 @dataclass(frozen=True)
 class Cell:
-    """A value of a table with a form of its own, a macro in templates/blocks.html. Others are shown by their type."""
+    """A value of a table with a form of its own, see ``cell`` in templates/blocks.html. Others are shown by their type."""
 
     form: str
     text: str

@@ -79,7 +79,7 @@ def finding_section(finding: Finding) -> Section | None:
             return None
         text = text.replace("+-", "\N{PLUS-MINUS SIGN}")
         if text == "likely":
-            return Cell("verdict", text, mark="likely")
+            return Cell("verdict", text)
         return figure(text) if re.fullmatch(r"[-+\d.,e%() \N{PLUS-MINUS SIGN}]*", text) else text
 
     blocks = []

@@ -35,8 +35,6 @@ class DataParallel(Strategy):
 
     computes_alone = True
 
-    sharding: Sharding
-
     def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None):
         super().__init__(accelerator, task, progress)
         self.sharding = Sharding(accelerator, self)

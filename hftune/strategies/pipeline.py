@@ -42,6 +42,7 @@ from hftune.strategies.whole_model import absent_model
 from hftune.task import Task
 
 TorchSchedule: TypeAlias = PipelineScheduleSingle | PipelineScheduleMulti
+NO_STATISTICS = RunningStatistics([], torch.float64)
 SCHEDULES: dict[str, type[TorchSchedule]] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
@@ -87,8 +88,8 @@ class Stage(nn.Module):
         """(rows, length) of the buffers."""
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
-        self.statistics = RunningStatistics([], torch.float64)
-        """Of no layer until ``Pipeline`` sets it, and in evaluations: then it does nothing."""
+        self.statistics = NO_STATISTICS
+        """Of no layer until ``Pipeline`` sets it: then it does nothing."""
 
     def forward(self, received: Tensor, index: Tensor) -> Tensor:
         micro_batch = self.micro_batches[int(index)]
@@ -97,7 +98,7 @@ class Stage(nn.Module):
         # Contiguous, as on one process: CUDA's dropout assigns its random numbers to different elements if the strides differ.
         hidden = None if self.is_first else received[:rows, :length].contiguous()
         num_samples, is_evaluation = micro_batch.num_samples, micro_batch.weight is None
-        statistics = RunningStatistics([], torch.float64) if is_evaluation else self.statistics
+        statistics = NO_STATISTICS if is_evaluation else self.statistics
         with statistics.at_rest(num_samples == 0), statistics.micro_batch(num_samples), self.accelerator.autocast():
             outputs = compute(self.stage, hidden, **micro_batch.inputs)
         if self.is_last:

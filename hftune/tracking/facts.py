@@ -63,7 +63,7 @@ def command() -> str:
 
 
 def git_state() -> dict[str, Any] | None:
-    """Return commit and is_dirty of the repository that the current folder is in; None without git or a commit."""
+    """Return commit and is_dirty of the current folder's repository; None without git, a commit or an answer within GIT_S."""
     said = []
     for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no")):
         try:

@@ -53,7 +53,7 @@ def run_facts(recipe: Recipe, strategy: Strategy, parts: Parts, provenance: Prov
         "labels": None if labels is None else list(map(str, labels)),
         "commits": provenance.commits,  # of what was loaded from the Hub, by the key that names the repository
         "versions": versions(),
-        "git": git_state(),  # of the current folder's repository; None if it is in none
+        "git": git_state(),  # of the current folder's repository
         "num_steps": parts.num_steps,
         "steps_per_epoch": parts.plan.num_steps,
         "notices": parts.notices,

@@ -220,16 +220,14 @@ class Tracker(Callback):
             del worst[MAX_ROWS:]
             fields = dict.fromkeys(field for row in worst for field in row)
             self._do("log_table", step, f"{prefix}predictions", [{field: row.get(field) for field in fields} for row in worst])
-        if len(labels) == 0:  # then "confusion_matrix" is a metric of the user's, whatever it is
-            pass
-        elif len(counts) == len(labels) > MAX_CLASSES:
+        if 0 < len(labels) == len(counts) > MAX_CLASSES:
             cells = ((count, i, j) for i, row in enumerate(counts) for j, count in enumerate(row) if i != j and count)
             mistakes = [
                 {"true class": labels[i], "prediction": labels[j], "count": count}
                 for count, i, j in heapq.nlargest(MAX_ROWS, cells)
             ]
             self._do("log_table", step, f"{prefix}confusion", mistakes)
-        elif len(counts) == len(labels):
+        elif 0 < len(labels) == len(counts):
             self._do("log_confusion_matrix", step, f"{prefix}confusion", counts, labels)
         if len(images):
             self._do("log_images", step, f"{prefix}images", images, captions)
