@@ -150,16 +150,20 @@ def has_begun(job: ElasticJob, first: Agent, number: int) -> None:
     job.wait_for_words(first, rf"Round {number}: \d")
 
 
-def test_a_newcomer_that_dies_before_it_has_joined_costs_a_restart(machines, begin, undisturbed, tmp_path):
+@pytest.mark.parametrize("deed", [signal.SIGTERM, signal.SIGKILL])
+def test_a_newcomer_that_leaves_before_it_has_joined_costs_a_restart(machines, begin, undisturbed, tmp_path, deed):
     one, two, three, _ = machines
     job = begin(str(tmp_path / "meeting"), nodes="2:3")
     agents = [job.start(one), job.start(two)]
     job.wait_for_step(1)
-    job.start(three, SLOW_WITHIN=FOR_EVER)
+    newcomer = job.start(three, SLOW_WITHIN=FOR_EVER)
     has_begun(job, agents[0], 1)
     time.sleep(2)
     began = time.monotonic()
-    three.kill()
+    if deed is signal.SIGKILL:
+        three.kill()
+    else:
+        newcomer.process.send_signal(deed)
     assert job.wait_for_resumption(began, 2, timeout_s=30).lost_steps == 0
     finish(job, *agents)
     assert_as_undisturbed(job, undisturbed, 2, 2)

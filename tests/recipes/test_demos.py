@@ -248,7 +248,7 @@ def test_its_model_evaluated_again_gives_the_metrics_of_the_run_bit_for_bit(runs
 
 def test_its_model_predicts_what_the_evaluation_did_in_batches_of_any_size(demo, runs):
     if demo.inputs is None:
-        pytest.skip("it is asked again, in its own way, in the recipe's own file")
+        pytest.skip("its raw inputs cannot be had from predictions.jsonl; see the recipe's own file")
     logged, returned = demo.predicted
     rows, model = runs[1].predictions, load_model(runs[1].folder / "model_last", device="cpu", trust_code=True)
     for size in (1, 5):

@@ -120,7 +120,7 @@ def test_bad_keys_are_refused_in_a_sentence(override, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("task.positive_column=reply", "is not a column of the train split. It has: query, answer"),
+        ("task.positive_column=reply", "task.positive_column=reply is not a column of the train split. It has: query, answer"),
         ("task.negative_columns=[hard]", "task.negative_columns[0]=hard is not a column of the train split."),
         ("task.negative_columns=[score]", "Column 'score' of the train split holds int64, not text."),
         ("task.score_column=answer eval.metric=spearman", "task.score_column=answer of the eval split holds string"),

@@ -135,8 +135,18 @@ def test_what_cannot_be_evaluated_is_refused(runs, capsys, on_cpu, tmp_path):
         ("recipe=mnist_demo", f"output_dir={tmp_path}/none"): f"{tmp_path}/none/model: there is no model yet. Its run's first",
         (recipe, "--checkpoint", folder / "checkpoints/step_17"): "checkpoints/step_17: there is no such folder. Name one such",
         (recipe, "--checkpoint", folder): f"--checkpoint {folder} is not a readable checkpoint: manifest.json is missing.",
-        (recipe, "task.width=2", "--checkpoint", checkpoint): "a different model: conv1.bias is (10,) there and (20,) here.",
-        (recipe, "task.max_train_samples=100", "--checkpoint", checkpoint): "was trained on different training data. Give",
+        (
+            recipe,
+            "task.width=2",
+            "--checkpoint",
+            checkpoint,
+        ): f"{checkpoint} belongs to a different model: conv1.bias is (10,) there and (20,) here.",
+        (
+            recipe,
+            "task.max_train_samples=100",
+            "--checkpoint",
+            checkpoint,
+        ): f"{checkpoint} was trained on different training data. Give",
         (recipe, "task.widht=2"): "task.widht is not a key of a recipe. Did you mean 'task.width'?",
     }.items():
         assert said in refused(capsys, *words)

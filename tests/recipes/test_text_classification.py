@@ -121,7 +121,11 @@ NUMBERS = ("task.text_column=review", "task.label_column=stars", "task.problem_t
 @pytest.mark.parametrize(
     ("changed", "words", "said"),
     [
-        ({}, (), "several columns would do: stars, id. Set it to one of the columns: review, stars, id."),
+        (
+            {},
+            (),
+            "task.label_column is not set, and several columns would do: stars, id. Set it to one of the columns: review, stars, id.",
+        ),
         (
             {"stars": "many"},
             NUMBERS,
@@ -132,7 +136,7 @@ NUMBERS = ("task.text_column=review", "task.label_column=stars", "task.problem_t
         (
             {},
             (NUMBERS[0], "task.label_column=id", "task.class_weights={row99: 2}"),
-            "names no class. Classes: row0, row1, row10,",
+            "task.class_weights.row99 names no class. Classes: row0, row1, row10,",
         ),
         ({}, (NUMBERS[0], "task.label_column=id", "task.class_weights={row99: 2}"), "Did you mean 'row9'?"),
         (

@@ -177,19 +177,34 @@ def fresh(tmp_path, rows, *overrides):
     return Recipe.load("bigbird_demo", *source, *overrides)
 
 
+FLEX = ["task.architecture=encoder_decoder", "task.model_config.block_sparse_kernel=flex"]
+
+
 @pytest.mark.parametrize(
-    ("row", "words", "hint"),
+    ("kind", "row", "words", "hint"),
     [
-        ({"content": "一篇文章", "title": " "}, [], "has an empty text in column 'title' at row 5. Remove these rows,"),
-        ({"content": "", "title": "标题"}, [], "has an empty text in column 'content' at row 5. Remove these rows,"),
-        (None, ["task.target_column=titel"], "It has: content, title. Did you mean 'title'?"),
-        (None, ["task.max_source_length=630"], "need 662 positions with architecture=prefix_lm; the model has 640. Lower one"),
-        (None, ["task.architecture=encoder_decoder", "task.model_config.block_sparse_kernel=flex"], "cannot train on a CPU: "),
+        (
+            DataError,
+            {"content": "一篇文章", "title": " "},
+            [],
+            "has an empty text in column 'title' at row 5. Remove these rows,",
+        ),
+        (DataError, {"content": "", "title": "标题"}, [], "has an empty text in column 'content' at row 5. Remove these rows,"),
+        (DataError, None, ["task.target_column=titel"], "task.target_column=titel"),
+        (DataError, None, ["task.target_column=titel"], "It has: content, title. Did you mean 'title'?"),
+        (
+            ConfigError,
+            None,
+            ["task.max_source_length=630"],
+            "task.max_source_length=630 and task.max_target_length=32 need 662",
+        ),
+        (ConfigError, None, ["task.max_source_length=630"], "with architecture=prefix_lm; the model has 640. Lower one"),
+        (ConfigError, None, FLEX, "task.model_config.block_sparse_kernel=flex cannot train on a CPU: "),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused_before_training(row, words, hint, tmp_path, monkeypatch):
+def test_what_cannot_be_trained_on_is_refused_before_training(kind, row, words, hint, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    with pytest.raises((ConfigError, DataError)) as caught:
+    with pytest.raises(kind) as caught:
         train(fresh(tmp_path, [*articles("train")[:5], *([] if row is None else [row])], *words))
     assert hint in str(caught.value)
 

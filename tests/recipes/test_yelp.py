@@ -14,6 +14,7 @@ from transformers import pipeline
 
 from hftune import Recipe, TrainingError, __version__, train
 from hftune.data.demo import reviews
+from hftune.tracking.console import short
 from tests.support.runs import NO_DROPOUT, TINY, Run, environment, warm_python
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +68,8 @@ def test_demo_says_in_its_first_lines_what_runs_and_in_its_last_ones_what_came_o
     assert [line.split()[0] for line in lines[-11:] if line.strip()] == [
         *("best", "loss", "accuracy", "macro_f1", "mcc", "mae", "best", "steps", "model", "report"),
     ]
+    best = run.result["best"]
+    assert f"{best['metric']} {short(best['value'])} at step {best['step']}" in said
     assert f"{run.folder}/model" in said and f"{run.folder}/report.html" in said
 
 
@@ -153,7 +156,7 @@ def test_gradient_checkpointing_changes_nothing_even_with_dropout(tmp_path):
 
 
 def test_compiled_layers_train_the_same_and_are_exported_under_their_own_names(tmp_path, monkeypatch):
-    """All of torch.compile but for its last stage, in which g++ takes half a minute; test_flex_attention has that."""
+    """All of torch.compile but for its last stage, in which g++ takes half a minute; test_flex_attention has that for a forward pass."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     config = "task.model_config={model_type: bert, hidden_size: 16, num_hidden_layers: 3, num_attention_heads: 2, intermediate_size: 16}"
     runs = [

@@ -5,7 +5,7 @@ import ast
 from tests.support.mutants import AREAS, ROOT, mutants
 
 
-def test_mutants_are_drawn_by_their_seed_and_differ_from_the_code_in_one_place():
+def test_mutants_are_drawn_by_their_seed_and_differ_from_the_code():
     found = mutants(seed=1, count=20)
     assert found == mutants(seed=1, count=20) and {mutant["area"] for mutant in found} == {*AREAS}
     for mutant in found:

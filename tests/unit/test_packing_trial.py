@@ -213,7 +213,7 @@ def test_rows_that_an_epoch_draws_several_times_make_whole_steps():
 
 @pytest.mark.parametrize(
     ("processes", "samples", "said", "hint"),
-    [(4, 32, "has 1 micro-batch, so 3 of 4", "train.parts=4."), (4, 2, "", "batch_size.")],
+    [(4, 32, "has 1 micro-batch, so 3 of 4", "train.parts=4."), (4, 2, "has 1 micro-batch, so 3 of 4", "batch_size.")],
 )
 def test_processes_without_work_are_said(processes, samples, said, hint):
     plan = BatchPlan(100, samples, lengths=np.full(100, 10), packed=True, parts=1)
