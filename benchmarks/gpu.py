@@ -8,10 +8,10 @@ without padding, into micro-batches of as many real tokens. --only keeps the set
 --only bf16 packed. All of them train through hftune's DataParallel on the same samples.
 
 Tokens are real ones, padding not counted. Loading is part of the time: samples are read, collated, pinned and copied as in a
-training. Every setting runs over the same steps once untimed (kernels are chosen and compiled then), then timed, then once more
-under torch.profiler: "idle" is the share of that time in which the GPU computed nothing. The profiler slows the host down, so
-it is an upper bound. "graphs" is how many the compiler made, and how many of them again for other inputs. Settings take turns
-in rounds, each on a fresh model alone on the GPU. Peak memory is what PyTorch's allocator held at most in the timed steps.
+training. Every setting runs over the same steps once untimed (kernels are chosen and compiled then), then timed, then over two
+of them under torch.profiler: "idle" is the share of that time in which the GPU computed nothing. The profiler slows the host
+down, so it is an upper bound. "graphs" is how many the compiler made, and how many of them again for other inputs. Settings
+take turns in rounds, each on a fresh model alone on the GPU. Peak memory is what PyTorch's allocator held at most while timed.
 
 MFU is perf/mfu of a training (docs/speed.md): the matrix products of the layers, forward and backward, for real tokens, over
 what the GPU could have done; the column after it counts padding as work. The peak is --peak-tflops, by default the GPU's dense
@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -184,7 +184,9 @@ def recipe_for(options: argparse.Namespace, setting: Setting, folder: str) -> Re
 def measure(options: argparse.Namespace, setting: Setting, folder: str) -> Round | None:
     """Train one setting alone on the GPU; None where its memory does not suffice."""
     try:
-        return train(options, recipe_for(options, setting, folder))
+        done = train(options, recipe_for(options, setting, folder))
+        print(f"{' '.join(setting)}: {done.tokens / done.seconds:,.0f} tokens/s", file=sys.stderr, flush=True)
+        return done
     except torch.OutOfMemoryError:
         return None
     finally:
@@ -206,8 +208,8 @@ def train(options: argparse.Namespace, recipe: Recipe) -> Round:
         raise SystemExit(f"benchmarks/gpu.py cannot pack: {' '.join(parts.notices)}")
     strategy.prepare(parts.model, build_optimizer(parts.model, recipe))
 
-    def run() -> None:
-        take_steps(strategy, recipe, data, parts.plan, options.num_workers)
+    def run(num_steps: int = options.steps) -> None:
+        take_steps(strategy, recipe, data, parts.plan, num_steps, options.num_workers)
 
     run()
     reset_peak()
@@ -219,12 +221,14 @@ def train(options: argparse.Namespace, recipe: Recipe) -> Round:
     padded = real if parts.plan.packed else np.concatenate([[each.length] * len(each.samples) for each in micro_batches])
     tokens, flop = int(real.sum()), parts.arithmetic.flops(real, num_items=0)
     computed = sum(micro_batch.tokens for micro_batch in micro_batches), parts.arithmetic.flops(padded, num_items=0)
-    return Round(seconds, tokens, computed[0], flop, computed[1], peak, idle_share(run), Compilations.since(began))
+    return Round(seconds, tokens, computed[0], flop, computed[1], peak, idle_share(lambda: run(2)), Compilations.since(began))
 
 
-def take_steps(strategy: DataParallel, recipe: Recipe, data: Any, plan: BatchPlan, num_workers: int = 0) -> None:
-    """Train on the first epoch of a plan, loading included, until the GPU has finished."""
-    with closing(strategy.batches(data, plan.epoch(0), num_workers)) as batches:
+def take_steps(
+    strategy: DataParallel, recipe: Recipe, data: Any, plan: BatchPlan, num_steps: int, num_workers: int = 0
+) -> None:
+    """Train on the first steps of a plan, loading included, until the GPU has finished."""
+    with closing(strategy.batches(data, islice(plan.epoch(0), num_steps), num_workers)) as batches:
         for step, batch in enumerate(batches):
             strategy.forward_backward(batch, recipe.seed, step)
             strategy.report(strategy.clip_grad_norm(recipe.train.clip_norm))

@@ -5,8 +5,8 @@
 The network of the article (4096 wide, 16 heads, 8 layers, 33,278 words, blocks of 35 tokens) on random tokens, a step of one
 micro-batch of each size: the article's 20 blocks, and larger ones, as 700 tokens do not fill a GPU. precision no or bf16,
 eager, or layers compiled one by one. All of it goes through hftune's DataParallel, loading included. Every setting runs over
-its steps once untimed, then timed, then once more under torch.profiler: "idle" is the share of that time in which the GPU
-computed nothing, an upper bound, as the profiler slows the host down. "graphs" is how many were compiled, plus those again.
+its steps once untimed, then timed, then over two of them under torch.profiler: "idle" is the share of that time in which the
+GPU computed nothing, an upper bound, as the profiler slows the host down. "graphs" is how many were compiled, plus those again.
 
 MFU is perf/mfu of a training (docs/speed.md): the matrix products of layers and head, forward and backward, over what the GPU
 could have done. The peak is --peak-tflops, by default the GPU's dense bf16 peak from NVIDIA's data sheet where hftune knows it,
@@ -135,7 +135,9 @@ class Round:
 def measure(options: argparse.Namespace, setting: Setting, folder: str) -> Round | None:
     """Train one setting alone on the GPU; None where its memory does not suffice."""
     try:
-        return train(options, recipe_for(options, setting, folder))
+        done = train(options, recipe_for(options, setting, folder))
+        print(f"{setting}: {done.rate:,.0f} tokens/s", file=sys.stderr, flush=True)
+        return done
     except torch.OutOfMemoryError:
         return None
     finally:
@@ -153,8 +155,8 @@ def train(options: argparse.Namespace, recipe: Recipe) -> Round:
     settle_packing(recipe, strategy, parts)
     strategy.prepare(parts.model, build_optimizer(parts.model, recipe))
 
-    def run() -> None:
-        take_steps(strategy, recipe, data, parts.plan)
+    def run(num_steps: int = options.steps) -> None:
+        take_steps(strategy, recipe, data, parts.plan, num_steps)
 
     run()
     reset_peak()
@@ -163,7 +165,7 @@ def train(options: argparse.Namespace, recipe: Recipe) -> Round:
     seconds, peak = time.perf_counter() - started, peak_bytes()
     lengths = recipe.task.lengths(data)
     tokens, flop = int(lengths.sum()), parts.arithmetic.flops(lengths, num_items=int(lengths.sum()))
-    return Round(tokens / seconds, flop / seconds, peak, idle_share(run), Compilations.since(began))
+    return Round(tokens / seconds, flop / seconds, peak, idle_share(lambda: run(2)), Compilations.since(began))
 
 
 def report(options: argparse.Namespace, results: dict[Setting, list[Round | None]]) -> None:

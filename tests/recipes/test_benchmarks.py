@@ -63,6 +63,11 @@ def check_gpu(cells):
     assert 0 == packed < plan < padded < 100
 
 
+def check_gpu_parity(cells):
+    assert [row["float32"] for row in cells.rows] == ["0.0e+00"] and 0 < number(cells.rows[0]["bf16"]) < 0.1
+    assert cells.rows[0]["resumed"] == "bit-equal"
+
+
 def check_gradient_scale(cells):
     right, accumulated = cells.rows
     assert right["Trainer grad norm"] == right["hftune grad norm"] == accumulated["hftune grad norm"]
