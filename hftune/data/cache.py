@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,13 +75,13 @@ def one_at_a_time(key: Any, on_wait: Callable[[], None] = lambda: None) -> Itera
     try:
         path = cache_dir() / f"{Hasher.hash([key, __version__])}"
         done = path.with_suffix(".done")
-        if done.exists():
-            yield
-            return
-        with _locked(path):
-            yield
-            with suppress(OSError):  # then the next processes take turns, too
-                done.touch()
+        with nullcontext() if done.exists() else _locked(path):
+            if not done.exists():
+                yield
+                with suppress(OSError):  # then the next processes take turns, too
+                    done.touch()
+                return
+        yield  # also for those who waited while another one succeeded
     finally:
         _on_wait.reset(token)
 

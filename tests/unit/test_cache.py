@@ -169,6 +169,19 @@ def test_readers_of_what_is_there_take_no_lock(monkeypatch):
         assert cached_value("key", lambda: 1 / 0) == {"a": [1, None]}
 
 
+def test_who_waited_while_another_process_succeeded_holds_nobody_up(monkeypatch, folder):
+    class Late(FileLock):
+        def acquire(self, timeout=-1):
+            taken = super().acquire(timeout)
+            Path(self.lock_file).with_suffix(".done").touch()  # the process that had the lock until now
+            return taken
+
+    monkeypatch.setattr(cache, "FileLock", Late)
+    with one_at_a_time("task"):
+        (lock,) = folder.glob("*.lock")
+        FileLock(lock).acquire(timeout=0).lock.release()
+
+
 @pytest.mark.parametrize("is_done", [False, True])
 def test_waiting_for_another_process_is_said_once(monkeypatch, is_done):
     class Held(FileLock):
