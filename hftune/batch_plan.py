@@ -21,6 +21,28 @@ def drawn(count: int, weight: float) -> int:
     return max(1, int(weight * count + 0.5))
 
 
+SURVEYED = 4096
+"""What follows from lengths before training, follows from those of at most so many samples: the same, whether samples are
+prepared before training or as they are needed."""
+
+
+def spread(count: int, most: int = SURVEYED) -> np.ndarray:
+    """Return the numbers of at most ``most`` of ``count`` samples, evenly spread."""
+    return np.arange(count) if count <= most else np.arange(most) * count // most
+
+
+def known_lengths(lengths: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the samples whose lengths are known before training, and these: of samples that are made as needed, of some."""
+    samples = spread(len(lengths), len(lengths) if isinstance(lengths, np.ndarray) else SURVEYED)
+    return samples, lengths[samples]
+
+
+def by_length(lengths: Any) -> np.ndarray:
+    """Return the samples whose lengths are known, shortest first."""
+    samples, known = known_lengths(lengths)
+    return samples[np.argsort(known, kind="stable")]
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Samples of one forward pass."""
@@ -54,7 +76,8 @@ class BatchPlan:
         batch_size: samples of one optimizer step over all processes.
         micro_batch_size: maximum number of samples in one forward pass; None for no bound.
         micro_batch_tokens: maximum number of padded tokens (samples x padded length) in one forward pass; None for no bound.
-        lengths: one length per sample (int, at least 1); None if all samples cost the same.
+        lengths: one length per sample (int, at least 1), an array or something that arrays of sample numbers index, and whose
+            ``max`` is at least the largest; None if all samples cost the same.
         seed: of the shuffle.
         shuffle: False keeps dataset order, as evaluation does.
         sizes: (N, K) int, the parts of a sample that are padded separately, such as source and title, or height and width. The
@@ -78,7 +101,7 @@ class BatchPlan:
     batch_size: int
     micro_batch_size: int | None = None
     micro_batch_tokens: int | None = None
-    lengths: np.ndarray | None = None
+    lengths: Any = None
     seed: int = 0
     shuffle: bool = True
     sizes: np.ndarray | None = None
@@ -100,10 +123,14 @@ class BatchPlan:
                 "train.micro_batch_tokens needs a task whose samples have lengths; this task's have none. "
                 "Set train.micro_batch_size instead."
             )
-        longest, tokens = self._longest_alone()
-        if tokens > self.micro_batch_tokens:
+        if isinstance(self.lengths, np.ndarray):
+            self.check_fits(*self._longest_alone())
+
+    def check_fits(self, sample: int, tokens: int) -> None:
+        """Raise ConfigError if a sample has more tokens alone than a micro-batch may have."""
+        if self.micro_batch_tokens is not None and tokens > self.micro_batch_tokens:
             raise ConfigError(
-                f"train.micro_batch_tokens={self.micro_batch_tokens} cannot hold sample {longest} with its "
+                f"train.micro_batch_tokens={self.micro_batch_tokens} cannot hold sample {sample} with its "
                 f"{tokens} tokens. Raise it, or lower the task's maximum length."
             )
 
@@ -139,7 +166,8 @@ class BatchPlan:
         """Return up to ``count`` samples that need the most memory together: the longest, and those of the largest sizes."""
         if self.lengths is None:
             return np.arange(min(count, self.num_samples))
-        order_N = np.argsort(-self.lengths, kind="stable")
+        samples_N, lengths_N = known_lengths(self.lengths)
+        order_N = samples_N[np.argsort(-lengths_N, kind="stable")]
         largest_K = [] if self.sizes is None else self.sizes.argmax(0).tolist()
         return np.array([*dict.fromkeys([int(order_N[0]), *largest_K, *order_N[:count].tolist()])][:count])
 
@@ -159,13 +187,13 @@ class BatchPlan:
         return -(-self.samples_per_epoch // self.batch_size)
 
     def epoch(self, epoch: int) -> EpochPlan:
-        """Lay out one epoch (0-based): O(N log B) time, 4 bytes a sample."""
+        """Lay out one epoch (0-based): O(N) time, 4 bytes a sample. Lengths are looked at when a step is."""
         order_N = self._samples(epoch)
         if self.shuffle:
             # RandomState, not Generator: its stream is frozen for good (NEP 19), and a run may be resumed under a
             # newer numpy. The pair seeds Mersenne Twister's init_by_array, so epochs and seeds never overlap.
             np.random.RandomState([self.seed % 2**32, epoch]).shuffle(order_N)
-        return EpochPlan(self, self._sort_batches(order_N))
+        return EpochPlan(self, order_N)
 
     def _samples(self, epoch: int) -> np.ndarray:
         """Return the samples of an epoch, ascending: with weights of 1, those without a mixture."""
@@ -179,27 +207,6 @@ class BatchPlan:
             drawn.append(start + np.sort(samples_in_passes(count, epoch * each, (epoch + 1) * each, seed)).astype(kind))
             start += count
         return np.concatenate(drawn)
-
-    def _sort_batches(self, order_N: np.ndarray) -> np.ndarray:
-        """Sort every global batch by length, longest first; equal lengths by sample number."""
-        if self.lengths is None:
-            return order_N
-
-        def by_length(samples_SB: np.ndarray) -> np.ndarray:
-            keys_SB = (-lengths_N[samples_SB].astype(np.int64)) << 32 | samples_SB
-            keys_SB.sort(axis=1)
-            return keys_SB & 0xFFFFFFFF
-
-        lengths_N, whole = self.lengths, len(order_N) // self.batch_size * self.batch_size
-        rest = by_length(order_N[None, whole:])
-        if whole:
-            head_SB = order_N[:whole].reshape(-1, self.batch_size)
-            # In slices, so that the 8-byte sort keys of ten million samples never exist all at once.
-            rows = max(1, 2**20 // self.batch_size)
-            for start in range(0, len(head_SB), rows):
-                head_SB[start : start + rows] = by_length(head_SB[start : start + rows])
-        order_N[whole:] = rest[0]
-        return order_N
 
 
 def samples_in_passes(num_samples: int, first: int, last: int, seed: Sequence[int]) -> np.ndarray:
@@ -226,14 +233,21 @@ class EpochPlan(Sequence):
             raise IndexError(step)
         plan = self.plan
         samples_B = self.order_N[step * plan.batch_size : (step + 1) * plan.batch_size]
-        return self._deal(samples_B) if plan.packed else self._cut(samples_B)
+        if plan.lengths is None:
+            return self._cut(samples_B, np.ones(len(samples_B), np.int64))
+        keys_B = -plan.lengths[samples_B].astype(np.int64) << 32 | samples_B
+        keys_B.sort()  # longest first; equal lengths by sample number
+        samples_B, lengths_B = (keys_B & 0xFFFFFFFF).astype(samples_B.dtype), -(keys_B >> 32)
+        if plan.packed or plan.sizes is None:
+            plan.check_fits(int(samples_B[0]), int(lengths_B[0]))
+        return self._deal(samples_B, lengths_B) if plan.packed else self._cut(samples_B, lengths_B)
 
-    def _deal(self, samples_B: np.ndarray) -> list[MicroBatch]:
+    def _deal(self, samples_B: np.ndarray, lengths_B: np.ndarray) -> list[MicroBatch]:
         """Deal samples to micro-batches of equal work, the cheapest one first.
 
         So the all-reduce of the gradient, which begins with the last backward pass, hides behind the longest one.
         """
-        plan, lengths_B = self.plan, self.plan.lengths[samples_B].astype(np.int64)  # longest first
+        plan = self.plan
         lengths, costs, total = lengths_B.tolist(), plan.row_costs(lengths_B).tolist(), int(lengths_B.sum())
         max_rows, max_tokens = plan.micro_batch_size or len(lengths), plan.micro_batch_tokens or total
 
@@ -255,13 +269,13 @@ class EpochPlan(Sequence):
             for index, number in enumerate(sorted(range(count), key=lambda number: (loads[number], -number)))
         ]
 
-    def _cut(self, samples_B: np.ndarray) -> list[MicroBatch]:
+    def _cut(self, samples_B: np.ndarray, lengths_B: np.ndarray) -> list[MicroBatch]:
         """Cut samples, longest first, into micro-batches of little padding."""
         plan = self.plan
         max_rows = plan.micro_batch_size or len(samples_B)
         rows: _Lengths | _Sizes
         if plan.sizes is None:
-            rows = _Lengths([1] * len(samples_B) if plan.lengths is None else plan.lengths[samples_B].tolist(), max_rows)
+            rows = _Lengths(lengths_B.tolist(), max_rows)
         else:
             rows = _Sizes(plan.sizes[samples_B].tolist(), max_rows, plan.padded_length)
         high = plan.micro_batch_tokens or rows.padded(0, len(samples_B)) * max_rows

@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
 
-from hftune.batch_plan import BatchPlan
+from hftune.batch_plan import BatchPlan, by_length
 from hftune.config import ParallelConfig, Recipe, TrainConfig
 from hftune.data.augmentation import augmented
 from hftune.data.cache import one_at_a_time
@@ -310,7 +309,7 @@ def check_pipeline(recipe: Recipe, plan: BatchPlan, dataset: Any, model: nn.Modu
     if config.pipeline_stages == 1:
         return
     check_micro_batches(config, plan, ProcessInfo.from_environment().world_size // config.pipeline_stages)
-    shortest = 0 if plan.lengths is None else int(np.argmin(plan.lengths))
+    shortest = 0 if plan.lengths is None else int(by_length(plan.lengths)[0])
     example = augmented(dataset, task, recipe.seed, 0)[shortest]
     check_stages(model, config.num_stages, config.split, task.inputs(task.collate([example])))
 

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from hftune.batch_plan import BatchPlan
+from hftune.batch_plan import BatchPlan, by_length, spread
 from hftune.build import Parts, check_micro_batches, first_epoch
 from hftune.config import Recipe, TrainConfig
 from hftune.distributed.devices import precision_notices
@@ -39,7 +38,7 @@ HALF = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 def default_parts(plan: BatchPlan, least: int = 1) -> int:
     """Return what ``train.parts`` is by default for a plan without padding; the same for any number of processes."""
     samples = min(plan.batch_size, plan.samples_per_epoch)
-    tokens = float(plan.lengths.mean()) * samples
+    tokens = float(plan.lengths[spread(plan.num_samples)].mean()) * samples
     return next(parts for parts in PARTS if parts <= samples and (parts <= least or tokens >= parts * TOKENS_OF_A_PART))
 
 
@@ -65,7 +64,7 @@ def without_padding(config: TrainConfig, plan: BatchPlan, pipeline_stages: int =
         packed=True,
         parts=config.parts or default_parts(plan, 1 if pipeline_stages == 1 else PARTS[0]),  # a pipeline lives on many
         micro_batch_size=plan.micro_batch_size if is_bounded else None,
-        micro_batch_tokens=plan.micro_batch_tokens if is_bounded else 8 * int(plan.lengths.max()),
+        micro_batch_tokens=plan.micro_batch_tokens if is_bounded else 8 * int(plan.lengths[spread(plan.num_samples)].max()),
     )
 
 
@@ -146,10 +145,10 @@ def settle_head(
     longest = longest if lengths is None else max(longest, int(lengths.max()))
     if rows * longest * scored_head.Head.of(model).num_words <= scored_head.AT_ONCE:
         return []
-    sample = 0 if lengths is None else int(np.argsort(lengths, kind="stable")[len(lengths) // 2])
+    known = [0] if lengths is None else by_length(lengths).tolist()
     strategy.progress.stage("trying the loss in chunks")
     half = HALF[strategy.precision]
-    reason = strategy.on_main(lambda: head_problem(model, recipe.task, dataset, sample, strategy.device, half))
+    reason = strategy.on_main(lambda: head_problem(model, recipe.task, dataset, known[len(known) // 2], strategy.device, half))
     if reason is None:
         scored_head.install(model)
         strategy.scores_head = True

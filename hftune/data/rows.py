@@ -24,7 +24,7 @@ from huggingface_hub.utils import httpx
 from hftune.config.importing import import_named
 from hftune.data import idx
 from hftune.data.cache import cached_value
-from hftune.data.digest import content_digest
+from hftune.data.digest import MIN_CACHED_ROWS, content_digest
 from hftune.data.files import FILE_FORMATS, NOT_UTF8, SURPLUS, file_format, local_files
 from hftune.data.hub import failure, fetch
 from hftune.data.labels import read_labels
@@ -103,6 +103,11 @@ def take(
     indices = split.indices(len(rows), labels, row_of, sizes)
     if len(indices) == len(rows):
         return rows
+    return select(rows, indices)
+
+
+def select(rows: datasets.Dataset, indices: Sequence[int] | np.ndarray) -> datasets.Dataset:
+    """Return some rows, whose numbers ``row_numbers`` knows."""
     selected = rows.select(indices)
     # Of consecutive rows, datasets returns a slice that has forgotten their numbers.
     return rows._select_with_indices_mapping(indices) if selected._indices is None else selected
@@ -280,6 +285,9 @@ def check_texts(rows: datasets.Dataset, column: str, split: str, may_be_empty: b
     kind = rows.features[column]
     if getattr(kind, "dtype", None) not in ("string", "large_string"):
         raise DataError(f"Column {column!r} of the {split} split holds {getattr(kind, 'dtype', kind)}, not text.")
+    if len(rows) < MIN_CACHED_ROWS:
+        _read_all(rows, column, split, may_be_empty)
+        return
     cached_value(
         ["texts checked", rows._fingerprint, column, may_be_empty], lambda: _read_all(rows, column, split, may_be_empty)
     )
@@ -287,7 +295,9 @@ def check_texts(rows: datasets.Dataset, column: str, split: str, may_be_empty: b
 
 def _read_all(rows: datasets.Dataset, column: str, split: str, may_be_empty: bool) -> None:
     try:
-        empty = [index for index, text in enumerate(rows[column]) if text is None or not (may_be_empty or text.strip())]
+        batches = rows.select_columns([column]).iter(1000)  # row by row, it takes 30 times as long
+        texts = chain.from_iterable(batch[column] for batch in batches)
+        empty = [index for index, text in enumerate(texts) if text is None or not (may_be_empty or text.strip())]
     except UnicodeDecodeError as error:
         raise DataError(f"Column {column!r} of the {split} split is not UTF-8: {error}. Convert its file.") from error
     if empty:

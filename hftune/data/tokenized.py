@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hftune.data.as_needed import TextsAsNeeded
 from hftune.data.cache import Stream, cached_arrays
 from hftune.errors import DataError
 
@@ -184,13 +185,15 @@ def _wide(dtype: np.dtype) -> type:
 
 def column_of(dataset: Any, name: str) -> np.ndarray:
     """Return a column of one value per sample of ``Texts``, or of a ``datasets.Dataset`` of the user's own."""
-    if isinstance(dataset, Texts):
+    if isinstance(dataset, Texts | TextsAsNeeded):
         return np.asarray(dataset.column(name))
     return dataset.with_format("numpy", columns=[name])[:][name]
 
 
-def lengths_of(dataset: Any, name: str) -> np.ndarray:
+def lengths_of(dataset: Any, name: str) -> Any:
     """Return the number of tokens of each row of a column, int32, without reading them; of the same data sets."""
+    if isinstance(dataset, TextsAsNeeded):
+        return dataset.lengths(name)
     if isinstance(dataset, Texts):
         return dataset.column(name).lengths  # type: ignore[union-attr]
     table = dataset.with_format("arrow", columns=[name])[:]

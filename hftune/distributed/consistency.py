@@ -18,6 +18,7 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from hftune.batch_plan import known_lengths
 from hftune.config.own_code import hashes_of
 from hftune.config.recipe import Recipe, code_of_sections, flat
 from hftune.config.shipped_files import PACKAGE
@@ -162,7 +163,7 @@ def data_digests(task: Task, datasets: Mapping[str, Any]) -> dict[str, str]:
         dataset, count = datasets[split], len(datasets[split])
         digest = sha256(content_digest(dataset).encode())
         if (lengths := task.lengths(dataset)) is not None:
-            digest.update(lengths.tobytes())
+            digest.update(known_lengths(lengths)[1].tobytes())
         batch = task.collate([dataset[index] for index in sorted({index * (count - 1) // 7 for index in range(8)})])
         values = {name: _plain(value) if hasattr(value, "tolist") else repr(_plain(value)) for name, value in batch.items()}
         digest.update(pickle.dumps(values))

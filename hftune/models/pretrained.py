@@ -259,7 +259,7 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int) -> dict[str, int]:
 
     texts = list(texts)
     trainer = BertWordPieceTokenizer(lowercase=True)
-    letters = sorted({letter for text in texts for letter in trainer.normalize(text) if not letter.isspace()})
+    letters = sorted(letter for letter in set().union(*map(trainer.normalize, texts)) if not letter.isspace())
     first = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"##{letter}" for letter in letters)]
     trainer.train_from_iterator(
         texts, vocab_size=vocab_size, special_tokens=first, limit_alphabet=len(letters), show_progress=False

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hftune.batch_plan import by_length
 from hftune.errors import ConfigError, first_line
 from hftune.models.trial import trying
 from hftune.task import BatchLossTask, Task
@@ -48,7 +49,7 @@ class Pair:
         )
 
 
-def check_sums(task: Task, model: nn.Module, dataset: Any, lengths: np.ndarray | None) -> list[str]:
+def check_sums(task: Task, model: nn.Module, dataset: Any, lengths: Any) -> list[str]:
     """Compare items and loss of samples together with those of the same samples alone: the loss in evaluation mode on the CPU.
 
     Skipped for hftune's own tasks; the loss also where it compares samples with each other. What cannot be compared, such as
@@ -69,7 +70,7 @@ def check_sums(task: Task, model: nn.Module, dataset: Any, lengths: np.ndarray |
 
     if len(dataset) < 2:
         return not_checked("there is only one training sample")
-    order = np.arange(len(dataset)) if lengths is None else np.argsort(lengths, kind="stable")
+    order = np.arange(len(dataset)) if lengths is None else by_length(lengths)
     said = check_items(task, dataset, sorted({int(order[place * (len(order) - 1) // 7]) for place in range(8)}))
     if isinstance(task, BatchLossTask):
         return said

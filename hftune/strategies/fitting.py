@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hftune.batch_plan import BatchPlan
+from hftune.batch_plan import BatchPlan, by_length, known_lengths
 from hftune.config import Recipe
 from hftune.errors import ConfigError
 from hftune.strategies.base import Strategy
@@ -57,13 +57,13 @@ def largest_micro_batch_tokens(plan: BatchPlan, size: int, num_processes: int) -
     largest = size * plan.most_padded
     if plan.packed and (plan.parts or 1) >= num_processes:
         return largest
-    share = math.ceil(plan.batch_size * float(plan.lengths.mean()) / num_processes)
+    share = math.ceil(plan.batch_size * float(known_lengths(plan.lengths)[1].mean()) / num_processes)
     return max(plan.most_padded, min(largest, share))
 
 
 def shortest(plan: BatchPlan, tokens: int) -> np.ndarray:
     """Return as many of the shortest samples as a micro-batch of so many tokens can hold, at most those of a step."""
-    order_N = np.argsort(plan.lengths, kind="stable")[: plan.batch_size]
+    order_N = by_length(plan.lengths)[: plan.batch_size]
     count = int(np.searchsorted(plan.lengths[order_N].cumsum(), tokens, side="right"))
     return order_N[: max(1, count)]
 

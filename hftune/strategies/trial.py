@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
+from hftune.batch_plan import by_length
 from hftune.errors import ConfigError, DataError, first_line
 from hftune.models.kinds import TARGETS
 from hftune.models.trial import alike, tolerance_of, trying
@@ -21,9 +21,9 @@ GROWN = 64.0
 example, changes nothing yet."""
 
 
-def trial_samples(lengths: np.ndarray) -> list[int]:
-    """Return the longest, the shortest and the middle one of all samples."""
-    order = np.argsort(lengths, kind="stable")
+def trial_samples(lengths: Any) -> list[int]:
+    """Return the longest, the shortest and the middle one of the samples whose lengths are known."""
+    order = by_length(lengths)
     return [int(order[place]) for place in sorted({len(order) - 1, 0, len(order) // 2}, reverse=True)]
 
 

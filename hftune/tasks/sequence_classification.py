@@ -71,6 +71,7 @@ class SequenceClassification(TextTask):
     """Maximum length of a text, or of a pair together, in tokens; longer texts are truncated at the end."""
 
     auto_class = "AutoModelForSequenceClassification"
+    prepares_as_needed = True
 
     @property
     def metric_directions(self) -> dict[str, Direction | None]:  # type: ignore[override]  # depends on the kind

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import chain, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hftune.config.keys import key
 from hftune.config.own_code import hashes_of
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 NO_LABEL = -100
 """Label of positions that do not count in the loss, such as padding."""
+LARGE_BYTES = 2**27
+"""Of a split that ``task.prepare=auto`` prepares as it is needed."""
 MAX_SHOWN = 500
 """Characters of a text in predictions.jsonl."""
 
@@ -61,6 +64,10 @@ class TextTask(DatasetTask):
     """Several data sets to train on, instead of dataset and data_files.train: a list of {data_files} or {dataset}, each with a
     weight (how often an epoch uses each of its rows, such as 0.5 or 3; 1 if it is left out) and, if its columns have other
     names, columns: {text: review}. See docs/own-data.md."""
+    prepare: Literal["auto", "all", "as_needed"] = key("auto", changes="nothing", resume="fixed")
+    """When rows are checked and tokenized. all: before training. as_needed: when their step comes, and then kept, so that the
+    first step does not wait for the last row; the same samples, steps and losses. It is for classification of texts. auto:
+    as_needed for splits of more than 128 MiB, where the task can."""
     vocab_size: int = key(4096, ge=100)
     """Vocabulary size of the tokenizer that is trained on the texts if model is null."""
 
@@ -74,11 +81,16 @@ class TextTask(DatasetTask):
     texts_may_be_empty: ClassVar[bool] = False
     encodes_in_python: ClassVar[bool] = False
     """Whether ``encoder`` is slow and can be given to other processes, so that all cores tokenize."""
+    prepares_as_needed: ClassVar[bool] = False
+    """Whether samples can be made one by one, in any order, by ``encode`` and ``targets`` alone."""
     libraries: ClassVar[Sequence[str]] = ("hftune.data.rows", "hftune.data.notices", "hftune.models.pretrained")
 
     def field_problems(self) -> Iterator[str]:
         yield from super().field_problems()
         yield from self.model_problems()
+
+        if self.prepare == "as_needed" and not self.prepares_as_needed:
+            yield f"task.prepare=as_needed is for classification of texts, not for {type(self).__name__}. Use all or auto."
 
     def model_problems(self) -> Iterator[str]:
         """Yield what is wrong with the keys that name the model."""
@@ -128,13 +140,22 @@ class TextTask(DatasetTask):
 
     # Tokens
 
+    @cached_property
+    def later(self) -> frozenset[str]:
+        """The splits whose rows are checked and tokenized as they are needed."""
+        if self.prepare == "all" or not self.prepares_as_needed:
+            return frozenset()
+        least = LARGE_BYTES if self.prepare == "auto" else 0
+        return frozenset(split for split, rows in self.unchecked_rows.items() if rows.data.nbytes >= least)
+
     def check_rows(self, rows: Mapping[str, Dataset]) -> None:
         from hftune.data.rows import check_texts
 
+        now = {split: own for split, own in rows.items() if split not in self.later}
         for column in self.text_columns_read:
-            for name, own in zip(self.mixed.names, self.mixed.sources, strict=True) if self.mixed else ():
+            for name, own in zip(self.mixed.names, self.mixed.sources, strict=True) if self.mixed and "train" in now else ():
                 check_texts(own, column, f"train ({name})", self.texts_may_be_empty)  # so that messages name the data set
-            for split, own in rows.items():
+            for split, own in now.items():
                 check_texts(own, column, split, self.texts_may_be_empty)
 
     @cached_property
@@ -160,8 +181,17 @@ class TextTask(DatasetTask):
         return wordpiece_tokenizer(cached(lambda: train_wordpiece(self.training_texts(), self.vocab_size)))
 
     def training_texts(self) -> Iterable[str]:
-        """Yield the texts that the tokenizer of a new model is trained on: by default those of all text columns."""
-        return (text for column in self.text_columns_read for text in self.rows["train"][column])
+        """Yield the texts that the tokenizer of a new model is trained on: by default those of all text columns.
+
+        Of more than some 2^24 characters, evenly spread rows: more take minutes and make hardly another vocabulary.
+        """
+        from hftune.batch_plan import spread
+
+        rows, columns = self.rows["train"], self.text_columns_read
+        few = rows.select(spread(len(rows), 1000))
+        mean = sum(len(text or "") for column in columns for text in few[column]) / len(few)
+        some = rows.select(spread(len(rows), max(1000, round(2**24 / max(mean, 1.0)))))
+        return (text for column in columns for text in some[column])
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
         """Tokenize some rows, given as lists of the values of each column.
@@ -193,18 +223,35 @@ class TextTask(DatasetTask):
 
     def tokenized(self, split: str) -> Any:
         """Return a tokenized split."""
+        from hftune.data.as_needed import TextsAsNeeded
         from hftune.data.cache import idle_cores, mapped
         from hftune.data.tokenized import cached_texts, flat_arrays, tokenizer_key
 
         rows, tokenizer = self.rows[split], self.text_tokenizer
+        # The split, too: the same rows are for training in one fold and evaluated in another.
+        key = [type(self).__qualname__, split, rows._fingerprint, tokenizer_key(tokenizer), self.read_columns]
+        key += [self.encoded_by(), *_code(type(self))]
+        if split in self.later:
+            longest = max(getattr(self, name) for name in self.length_keys)
+            contents = {"rows": rows.select_columns([*dict.fromkeys(self.read_columns.values())])}
+            return TextsAsNeeded(key, len(rows), longest, partial(self._samples, split), lambda: self.targets(split), contents)
 
         def make() -> dict[str, Any]:
             targets, cores = self.targets(split), idle_cores(len(rows)) if self.encodes_in_python else 1
             return {**flat_arrays(mapped(rows, self.encoder(split), f"Tokenizing {split}", cores)), **targets}
 
-        # The split, too: the same rows are for training in one fold and evaluated in another.
-        depends_on = [type(self).__qualname__, split, rows._fingerprint, tokenizer_key(tokenizer), self.read_columns]
-        return cached_texts([*depends_on, self.encoded_by(), *_code(type(self))], make)
+        return cached_texts(key, make)
+
+    def _samples(self, split: str, indices: list[int]) -> list[dict[str, Any]]:
+        """Check and tokenize some rows of a split."""
+        from hftune.data.rows import select
+
+        part = copy(self)
+        part.later, part.rows = frozenset(), {**self.rows, split: select(self.rows[split], indices)}
+        part.mixed = None  # its rows are those of the split
+        part.check_rows({split: part.rows[split]})
+        columns = {**part.encoder(split)(part.rows[split][:]), **part.targets(split)}
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
     def lengths(self, dataset: Any) -> np.ndarray | None:
         from hftune.data.tokenized import lengths_of
@@ -229,6 +276,12 @@ class TextTask(DatasetTask):
         from hftune.data.tokenized import cut_notices
 
         messages, texts = self.row_notices(), self.text_columns_read
+        if self.later:
+            return [
+                *messages,
+                f"The rows of {' and '.join(sorted(self.later))} are checked and tokenized when their step comes "
+                f"(task.prepare={self.prepare}): bad rows, long ones, and those in two splits are not known yet.",
+            ]
         messages += notices.shared({split: own.select_columns(texts) for split, own in self.rows.items()}) if texts else []
         lengths = " and ".join(f"task.{name}={getattr(self, name)}" for name in self.length_keys if hasattr(self, name))
         has_flags = "cut" in datasets["train"][0]

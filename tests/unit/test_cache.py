@@ -203,7 +203,8 @@ def test_waiting_for_another_process_is_said_once(monkeypatch, is_done):
     assert said == ["waiting"]
 
 
-def test_texts_are_checked_once_and_bad_ones_every_time(monkeypatch):
+def test_many_texts_are_checked_once_and_bad_ones_every_time(monkeypatch):
+    monkeypatch.setattr(data_rows, "MIN_CACHED_ROWS", 2)
     good = datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
     bad = datasets.Dataset.from_list([{"text": "a"}, {"text": " "}])
     check_texts(good, "text", "train")

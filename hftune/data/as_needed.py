@@ -1,0 +1,168 @@
+"""Tokenized texts that are made when they are first asked for, and kept for all processes of the machine. Knows no task.
+
+A sample is a line of JSON in an SQLite file of the cache of prepared data. Processes that want the same samples, those of one
+step, begin with different ones and take what the others have made: nobody waits, and no work is done twice but by chance.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from platform import node
+from typing import Any, SupportsIndex
+
+import numpy as np
+from datasets.fingerprint import Hasher
+
+from hftune import __version__
+from hftune.data.cache import ADVICE, cache_dir
+from hftune.errors import ConfigError
+
+RECENT = 10_000
+"""Samples that a process remembers: a step's lengths are asked for, then its samples."""
+AT_ONCE = 500
+"""Samples that are made, or read, in one go."""
+SHARES = 4
+"""In which a process makes the samples of a step, at least."""
+WAIT_S = 60.0
+"""For another process that writes samples, which takes it milliseconds."""
+
+
+class TextsAsNeeded(Sequence):
+    """A data set of tokenized texts like ``Texts``, of which nothing is made before it is used.
+
+    Args:
+        key: what the samples depend on, hashed by content.
+        count: number of samples.
+        longest: what no sample has more tokens than.
+        make: returns some of the samples, as dictionaries of numbers and lists of numbers.
+        whole: returns whole columns of single values, by name.
+        contents: what the samples are made of, for digests: by name, a table or an array with an entry for each sample.
+    """
+
+    def __init__(
+        self,
+        key: Any,
+        count: int,
+        longest: int,
+        make: Callable[[list[int]], Iterable[Mapping[str, Any]]],
+        whole: Callable[[], Mapping[str, np.ndarray]],
+        contents: Mapping[str, Any],
+    ):
+        # A file for each machine: SQLite's locks are not made for network file systems.
+        self.path = cache_dir() / f"{Hasher.hash(['as needed', key, __version__])}.{node()}.sqlite"
+        self.longest, self._count, self._make, self._whole, self._contents = longest, count, make, whole, contents
+        self._recent: dict[int, dict[str, Any]] = {}
+        self._local = threading.local()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:  # type: ignore[override]  # no slices
+        (sample,) = self.__getitems__([range(self._count)[index]])
+        return sample
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        wanted = [int(index) for index in indices]
+        if len(self._recent) > RECENT:
+            self._recent.clear()
+        recent = self._recent
+        missing = [index for index in dict.fromkeys(wanted) if index not in recent]
+        found = {index: recent[index] for index in wanted if index in recent}
+        found |= self._read(missing)
+        for share in self._shares([index for index in missing if index not in found]):
+            found |= self._read(share)  # what other processes have made meanwhile
+            if left := [index for index in share if index not in found]:
+                found |= self._write(dict(zip(left, map(dict, self._make(left)), strict=True)))
+        recent |= found
+        return [{name: _number(value) for name, value in found[index].items()} for index in wanted]
+
+    def lengths(self, name: str) -> Lengths:
+        """Return the lengths of a column of tokens."""
+        return Lengths(self, name)
+
+    def column(self, name: str) -> np.ndarray:
+        """Return a whole column with one value per sample."""
+        return self._whole()[name]
+
+    def contents(self) -> Mapping[str, Any]:
+        return self._contents
+
+    contents_by_row = contents
+
+    def _shares(self, indices: list[int]) -> list[list[int]]:
+        """Cut samples into shares, and begin with one that most other processes do not begin with."""
+        size = max(SHARES, -(-len(indices) // AT_ONCE))
+        shares = [share for place in range(size) if (share := indices[place::size])]
+        first = os.getpid() % SHARES * len(shares) // SHARES
+        return [*shares[first:], *shares[:first]]
+
+    # The file
+
+    def _read(self, indices: list[int]) -> dict[int, dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
+        for start in range(0, len(indices), AT_ONCE):
+            some = indices[start : start + AT_ONCE]
+            lines = self._run(f"SELECT number, sample FROM samples WHERE number IN ({','.join('?' * len(some))})", some)
+            found |= {number: json.loads(sample) for number, sample in lines}
+        return found
+
+    def _write(self, samples: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        lines = [(number, json.dumps(sample, default=_plain)) for number, sample in samples.items()]
+        self._run("INSERT OR IGNORE INTO samples VALUES (?, ?)", lines, many=True)
+        return {number: json.loads(line) for number, line in lines}  # as another process reads them
+
+    def _run(self, statement: str, values: list, many: bool = False) -> list[tuple]:
+        try:
+            if getattr(self._local, "process", None) != os.getpid():  # a connection must not be used in a fork
+                self._local.connection = connection = sqlite3.connect(self.path, timeout=WAIT_S, isolation_level=None)
+                connection.execute("PRAGMA journal_mode=WAL")
+                connection.execute("PRAGMA synchronous=OFF")  # what a machine that crashes loses is made again
+                connection.execute("CREATE TABLE IF NOT EXISTS samples (number INTEGER PRIMARY KEY, sample TEXT NOT NULL)")
+                self._local.process = os.getpid()
+            connection = self._local.connection
+            if not many:
+                return connection.execute(statement, values).fetchall()
+            connection.execute("BEGIN IMMEDIATE")
+            connection.executemany(statement, values)
+            connection.execute("COMMIT")
+            return []
+        except sqlite3.Error as error:
+            raise ConfigError(f"{self.path}, in the cache of prepared data, cannot be used: {error}. {ADVICE}") from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_local", "_recent")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _local=threading.local(), _recent={})
+
+
+class Lengths:
+    """The numbers of tokens of samples that are made as needed: known for those that an array of sample numbers asks for."""
+
+    def __init__(self, texts: TextsAsNeeded, name: str):
+        self.texts, self.name = texts, name
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, samples: np.ndarray) -> np.ndarray:
+        return np.array([len(sample[self.name]) for sample in self.texts.__getitems__(samples.tolist())], np.int32)
+
+    def max(self) -> int:
+        """Return what no length exceeds."""
+        return self.texts.longest
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist()
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    array = np.asarray(value) if value else np.zeros(0, np.int64)
+    return array.astype(np.float32 if array.dtype.kind == "f" else np.int64)

@@ -1,0 +1,102 @@
+"""Samples made when their step comes: the same training, to the last bit, as when all are made first."""
+
+import json
+
+import numpy as np
+import pytest
+
+from hftune import Recipe, cli
+from hftune.data.as_needed import TextsAsNeeded
+from hftune.data.demo import reviews
+from tests.support.runs import SMALL, Group, train_on
+
+OWN = (
+    *SMALL,
+    "task.dataset=null",
+    "task.max_train_samples=null",
+    "task.max_eval_samples=null",
+    "train.epochs=2",
+    "task.eval_share=0.2",
+)
+
+
+def write(path, rows):
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    rows = reviews("train")[:100]
+    whole, many, few = (
+        write(folder / f"{name}.jsonl", own) for name, own in {"all": rows, "many": rows[:75], "few": rows[75:]}.items()
+    )
+    mixture = f"task.datasets=[{{data_files: {many}, weight: 0.5}}, {{data_files: {few}, weight: 2}}]"
+    files = f"task.data_files.train={whole}"
+    found = {}
+    for size in (1, 2):
+        jobs = {
+            f"{data} {when}": (*OWN, words, f"task.prepare={when}")
+            for data, words in {"files": files, "mixture": mixture}.items()
+            for when in ("all", "as_needed")
+        }
+        jobs["stopped"] = (*OWN, files, "task.prepare=as_needed")
+        jobs["resumed"] = (*jobs["stopped"], f"output_dir={folder / f'stopped-on-{size}'}")
+        found |= {(name, size): run for name, run in train_on(size, jobs, folder, stops={"stopped": (5, 0)}).items()}
+    return found
+
+
+def outcome(run):
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    logged = [{name: value for name, value in line.items() if not name.startswith("perf/")} for line in lines]
+    return logged, (run.folder / "model_last" / "model.safetensors").read_bytes(), run.predictions
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("data", ["files", "mixture"])
+def test_losses_weights_and_predictions_are_those_of_samples_made_first(runs, data, size):
+    assert outcome(runs[f"{data} as_needed", size]) == outcome(runs[f"{data} all", size])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_interrupted_run_goes_on_bit_equal(runs, size):
+    assert outcome(runs["resumed", size]) == outcome(runs["files as_needed", size])
+
+
+def test_losses_do_not_depend_on_processes(runs):
+    for data in ("files", "mixture"):
+        losses = runs[f"{data} as_needed", 1].logged("train/loss")
+        assert runs[f"{data} as_needed", 2].logged("train/loss") == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bad_row_is_named_in_one_sentence(tmp_path, size):
+    rows = reviews("train")[:100]
+    rows[70]["text"] = "  "
+    words = (*OWN, f"task.data_files.train={write(tmp_path / 'rows.jsonl', rows)}", f"output_dir={tmp_path / 'run'}")
+    group = Group(size, [["yelp_demo", [*words, "task.prepare=as_needed"], None, {}]], tmp_path / "log", as_typed=True)
+    assert 2 in (codes := set(group.wait())) and codes <= {2, -9}  # a launcher ends the other one
+    said = (tmp_path / "log").read_text()
+    assert said.count("has an empty text in column 'text' at row 70") == 1 and "Traceback" not in said
+
+
+def test_nothing_is_made_before_it_is_used_and_nothing_twice(tmp_path):
+    path = write(tmp_path / "rows.jsonl", reviews("train")[:100])
+    words = (*OWN, f"task.data_files.train={path}", "task.prepare=as_needed", f"output_dir={tmp_path / 'run'}")
+    task = Recipe.load("yelp_demo", *words).task
+    made, texts = [], task.datasets()["train"]
+    real = texts._make
+    texts._make = lambda indices: made.extend(indices) or real(indices)
+    texts.path.unlink(missing_ok=True)
+    assert isinstance(texts, TextsAsNeeded) and len(texts) == len(task.rows["train"])
+    lengths = texts.lengths("input_ids")[np.array([7, 3])]
+    assert lengths.tolist() == [len(texts[7]["input_ids"]), len(texts[3]["input_ids"])] and sorted(made) == [3, 7]
+    other = Recipe.load("yelp_demo", *words).task.datasets()["train"]  # another process
+    other._make = None
+    assert other[7]["input_ids"].tolist() == texts[7]["input_ids"].tolist()
+
+
+def test_other_tasks_refuse_it_in_a_sentence(capsys):
+    assert cli.main(["train", "recipe=language_modeling_demo", "task.prepare=as_needed"]) == 2
+    assert "task.prepare=as_needed is for classification of texts, not for LanguageModeling" in capsys.readouterr().err
