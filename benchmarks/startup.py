@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +39,8 @@ class Start:
 
     seconds: float
     cpu_seconds: float
+    private_mib: float
+    """Of the process that holds most: memory that is its own and no part of a file."""
 
 
 def main() -> None:
@@ -87,33 +91,44 @@ def pairs(results: dict, count: int) -> list[tuple[Start, Start]]:
 
 
 def start(tree: Path, count: int, folder: Path, is_smoke: bool, turn: int) -> Start:
-    """Start a training of a tree, wait for its first step, and kill it.
-
-    Raises:
-        RuntimeError: it ended before, or took too long; the message has its output.
-    """
+    """Start a training of a tree, wait for its first step, and kill it; see ``until_first_step``."""
     output = folder / f"{count}-{turn}"
     output.parent.mkdir(exist_ok=True)
     several = ["--processes", str(count)] if count > 1 else []
     tiny = ["task.max_train_samples=64", "task.vocab_size=200"] if is_smoke else []
-    command = [sys.executable, "-m", "hftune.cli", "train", *several, *RECIPE, *tiny, f"output_dir={output}"]
+    command = ["-m", "hftune.cli", "train", *several, *RECIPE, *tiny, f"output_dir={output}"]
+    return until_first_step(command, folder, output / "ledger.jsonl", LONGEST_S, tree)
+
+
+def until_first_step(words: Sequence[str], folder: Path, ledger: Path, longest_s: float, tree: Path) -> Start:
+    """Start a Python command on CPUs, wait until it has written its first step into a file, and kill it.
+
+    Raises:
+        RuntimeError: it ended before, or took too long; the message has its output.
+    """
     env = {**os.environ, "PYTHONPATH": str(tree), "HF_DATASETS_CACHE": str(folder / "cache")}
     env |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     began = time.monotonic()
     with (folder / "log").open("w+") as log:
         # In the folder: with -m, Python imports from the current one first.
-        process = subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=log)
+        process = subprocess.Popen([sys.executable, *words], env=env, cwd=folder, stdout=log, stderr=log)
         try:
-            while not has_step(output / "ledger.jsonl"):
-                if process.poll() is not None or time.monotonic() - began > LONGEST_S:
-                    raise RuntimeError(f"{tree} did not come to its first step:\n{Path(log.name).read_text()}")
+            while not has_step(ledger):
+                if process.poll() is not None or time.monotonic() - began > longest_s:
+                    raise RuntimeError(f"{words} did not come to its first step:\n{Path(log.name).read_text()}")
                 time.sleep(0.01)
-            return Start(time.monotonic() - began, cpu_seconds(family(process.pid)))
+            seconds, members = time.monotonic() - began, family(process.pid)
+            return Start(seconds, cpu_seconds(members), max(map(private_mib, members)))
         finally:
             for member in reversed(family(process.pid)):
                 with suppress(psutil.NoSuchProcess):
                     member.kill()
             process.wait()
+
+
+def private_mib(process: psutil.Process) -> float:
+    found = re.search(r"RssAnon:\s*(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+    return int(found[1]) / 1024 if found else 0.0
 
 
 def has_step(ledger: Path) -> bool:

@@ -14,13 +14,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from platform import node
 from typing import Any, SupportsIndex
 
+import datasets
 import numpy as np
 from datasets.fingerprint import Hasher
 
 from hftune import __version__
+from hftune.batch_plan import spread
 from hftune.data.cache import ADVICE, cache_dir
 from hftune.errors import ConfigError
 
+HASHED_BYTES = 2**30
+"""Of rows that are hashed as a whole, for digests, which takes a few seconds; of more, some are, and no row has a hash."""
 RECENT = 10_000
 """Samples that a process remembers: a step's lengths are asked for, then its samples."""
 AT_ONCE = 500
@@ -36,33 +40,31 @@ class TextsAsNeeded(Sequence):
 
     Args:
         key: what the samples depend on, hashed by content.
-        count: number of samples.
+        rows: what they are made of, one each.
         longest: what no sample has more tokens than.
         make: returns some of the samples, as dictionaries of numbers and lists of numbers.
         whole: returns whole columns of single values, by name.
-        contents: what the samples are made of, for digests: by name, a table or an array with an entry for each sample.
     """
 
     def __init__(
         self,
         key: Any,
-        count: int,
+        rows: datasets.Dataset,
         longest: int,
         make: Callable[[list[int]], Iterable[Mapping[str, Any]]],
         whole: Callable[[], Mapping[str, np.ndarray]],
-        contents: Mapping[str, Any],
     ):
         # A file for each machine: SQLite's locks are not made for network file systems.
         self.path = cache_dir() / f"{Hasher.hash(['as needed', key, __version__])}.{node()}.sqlite"
-        self.longest, self._count, self._make, self._whole, self._contents = longest, count, make, whole, contents
+        self.rows, self.longest, self._make, self._whole = rows, longest, make, whole
         self._recent: dict[int, dict[str, Any]] = {}
         self._local = threading.local()
 
     def __len__(self) -> int:
-        return self._count
+        return len(self.rows)
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:  # type: ignore[override]  # no slices
-        (sample,) = self.__getitems__([range(self._count)[index]])
+        (sample,) = self.__getitems__([range(len(self))[index]])
         return sample
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
@@ -89,9 +91,10 @@ class TextsAsNeeded(Sequence):
         return self._whole()[name]
 
     def contents(self) -> Mapping[str, Any]:
-        return self._contents
+        return self.contents_by_row() or {"some rows": self.rows.select(spread(len(self)))}
 
-    contents_by_row = contents
+    def contents_by_row(self) -> Mapping[str, Any]:
+        return {"rows": self.rows} if self.rows.data.nbytes < HASHED_BYTES else {}
 
     def _shares(self, indices: list[int]) -> list[list[int]]:
         """Cut samples into shares, and begin with one that most other processes do not begin with."""

@@ -41,6 +41,9 @@ ADVICE = (
 STALE_S = 86_400
 """Unfinished files that have not changed for this long are left over from a killed process, and are removed."""
 
+SAY_S = 10.0
+"""Seconds between two lines of progress."""
+
 _on_wait: ContextVar[Callable[[], None]] = ContextVar("_on_wait", default=lambda: None)
 """Called when this process waits for a lock; ``one_at_a_time`` sets it for all locks that are taken inside it."""
 
@@ -224,14 +227,24 @@ def mapped(
     """Map batches, without the old columns, and return the rows, whose file lasts as long as they do: it has no name any more.
 
     Args:
-        note: text beside the progress bar.
+        note: text beside the progress bar; where there is none, as in a pipe, a line says every SAY_S how far it is.
         processes: number of processes that share the work; see ``idle_cores``.
         numbered: pass the indices of the rows as well, as the second argument.
     """
-    name = f".mapped-{uuid4().hex}"
+    name, done, said = f".mapped-{uuid4().hex}", 0, time.monotonic()
+
+    def saying(rows: Mapping[str, list], *numbers: Any, **others: Any) -> Any:
+        nonlocal done, said
+        made = function(rows, *numbers, **others)
+        done += len(next(iter(rows.values())))
+        if datasets.are_progress_bars_disabled() and time.monotonic() - said > SAY_S:
+            print(f"{note}: {done:,} of {len(dataset):,} rows", flush=True)
+            said = time.monotonic()
+        return made
+
     try:
         return dataset.map(
-            function,
+            saying if processes == 1 else function,
             batched=True,
             with_indices=numbered,
             fn_kwargs=fn_kwargs,

@@ -233,8 +233,8 @@ class TextTask(DatasetTask):
         key += [self.encoded_by(), *_code(type(self))]
         if split in self.later:
             longest = max(getattr(self, name) for name in self.length_keys)
-            contents = {"rows": rows.select_columns([*dict.fromkeys(self.read_columns.values())])}
-            return TextsAsNeeded(key, len(rows), longest, partial(self._samples, split), lambda: self.targets(split), contents)
+            read = rows.select_columns([*dict.fromkeys(self.read_columns.values())])
+            return TextsAsNeeded(key, read, longest, partial(self._samples, split), lambda: self.targets(split))
 
         def make() -> dict[str, Any]:
             targets, cores = self.targets(split), idle_cores(len(rows)) if self.encodes_in_python else 1

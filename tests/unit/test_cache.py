@@ -147,6 +147,15 @@ def double(batch):
     return {"b": [2 * value for value in batch["a"]]}
 
 
+def test_progress_is_said_where_there_is_no_bar(monkeypatch, capsys):
+    monkeypatch.setattr(cache, "SAY_S", -1.0)
+    rows = datasets.Dataset.from_dict({"number": [*range(2500)]})
+    monkeypatch.setattr(datasets, "are_progress_bars_disabled", lambda: True)
+    assert mapped(rows, lambda batch: {"twice": [2 * number for number in batch["number"]]}, "Doubling")["twice"][-1] == 4998
+    lines = [f"Doubling: {done} of 2,500 rows" for done in ("1,000", "2,000", "2,500")]
+    assert capsys.readouterr().out.splitlines() == lines
+
+
 def test_what_killed_processes_left_is_removed_after_a_day(folder):
     folder.mkdir(parents=True)
     names = {".mapped-1.arrow", ".x.npy.1.writing", "tmp12345678"}
