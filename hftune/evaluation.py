@@ -114,7 +114,7 @@ def plan_evaluation(task: Task, dataset: Any, batch_size: int, batch_tokens: int
     """
     lengths, sizes, max_tokens = task.lengths(dataset), task.sizes(dataset), None
     if batch_tokens is not None and lengths is not None:
-        different = [] if sizes is None else np.unique(sizes, axis=0).tolist()
+        different = [] if sizes is None else np.unique(sizes[np.arange(len(dataset))], axis=0).tolist()
         longest = max(map(task.padded_length, different), default=int(lengths.max()))
         max_tokens = max(batch_tokens // task.rows_per_sample, longest)
     plan = BatchPlan(

@@ -82,10 +82,6 @@ class TextsAsNeeded(Sequence):
         recent |= found
         return [{name: _number(value) for name, value in found[index].items()} for index in wanted]
 
-    def lengths(self, name: str) -> Lengths:
-        """Return the lengths of a column of tokens."""
-        return Lengths(self, name)
-
     def column(self, name: str) -> np.ndarray:
         """Return a whole column with one value per sample."""
         return self._whole()[name]
@@ -143,21 +139,52 @@ class TextsAsNeeded(Sequence):
         vars(self).update(state, _local=threading.local(), _recent={})
 
 
-class Lengths:
-    """The numbers of tokens of samples that are made as needed: known for those that an array of sample numbers asks for."""
+class Sizes:
+    """The numbers of tokens of several columns, (N, K): known for the samples that an array of their numbers asks for.
 
-    def __init__(self, texts: TextsAsNeeded, name: str):
-        self.texts, self.name = texts, name
+    Args:
+        less: how many of them do not count, of each column.
+    """
+
+    def __init__(self, texts: TextsAsNeeded, names: Sequence[str], less: Sequence[int] | int = 0):
+        self.texts, self.names, self.less = texts, names, np.array(less, np.int32)
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def __getitem__(self, samples: np.ndarray) -> np.ndarray:
-        return np.array([len(sample[self.name]) for sample in self.texts.__getitems__(samples.tolist())], np.int32)
+        found = self.texts.__getitems__(samples.tolist())
+        return np.array([[len(sample[name]) for name in self.names] for sample in found], np.int32) - self.less
+
+    def max(self, axis: int = 0) -> np.ndarray:
+        """Return what no size exceeds, (K,)."""
+        return np.full(len(self.names), self.texts.longest) - self.less
+
+    def argmax(self, axis: int = 0) -> np.ndarray:
+        """Return the samples of the largest sizes that are known before training, (K,)."""
+        some = spread(len(self))
+        return some[self[some].argmax(0)]
+
+    def sum(self, axis: int = 1, dtype: Any = None) -> Lengths:
+        """Return the tokens of all columns together."""
+        return Lengths(self)
+
+
+class Lengths:
+    """The numbers of tokens of samples, (N,), likewise."""
+
+    def __init__(self, sizes: Sizes):
+        self.sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, samples: np.ndarray) -> np.ndarray:
+        return self.sizes[samples].sum(1, dtype=np.int32)
 
     def max(self) -> int:
         """Return what no length exceeds."""
-        return self.texts.longest
+        return int(self.sizes.max().sum())
 
 
 def _plain(value: Any) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hftune.data.as_needed import TextsAsNeeded
+from hftune.data.as_needed import Sizes, TextsAsNeeded
 from hftune.data.cache import Stream, cached_arrays
 from hftune.errors import DataError
 
@@ -193,11 +193,18 @@ def column_of(dataset: Any, name: str) -> np.ndarray:
 def lengths_of(dataset: Any, name: str) -> Any:
     """Return the number of tokens of each row of a column, int32, without reading them; of the same data sets."""
     if isinstance(dataset, TextsAsNeeded):
-        return dataset.lengths(name)
+        return Sizes(dataset, [name]).sum()
     if isinstance(dataset, Texts):
         return dataset.column(name).lengths  # type: ignore[union-attr]
     table = dataset.with_format("arrow", columns=[name])[:]
     return pc.list_value_length(table[name]).to_numpy().astype(np.int32)
+
+
+def sizes_of(dataset: Any, names: Sequence[str], less: Sequence[int] | int = 0) -> Any:
+    """Return the number of tokens of each row of several columns, (N, K) int32, less some that are not read, likewise."""
+    if isinstance(dataset, TextsAsNeeded):
+        return Sizes(dataset, names, less)
+    return np.stack([lengths_of(dataset, name) for name in names], axis=1) - np.array(less, np.int32)
 
 
 def cached_texts(key: Any, make: Callable[[], Mapping[str, np.ndarray | Stream]]) -> Texts:
@@ -286,6 +293,7 @@ def pair_ids(
 
 def cut_notices(datasets: Mapping[str, Any], column: str, what: str) -> list[str]:
     """Return a notice of the share of truncated rows, by the flags in ``column``; nothing if there are none."""
-    shares = {split: np.mean(column_of(rows, column)) for split, rows in datasets.items()}
+    made = {split: rows for split, rows in datasets.items() if not isinstance(rows, TextsAsNeeded)}
+    shares = {split: np.mean(column_of(rows, column)) for split, rows in made.items()}
     cut = " and ".join(f"{share:.1%} of {split}" for split, share in shares.items() if share)
     return [f"{what} are truncated at the end: {cut}."] if cut else []

@@ -72,6 +72,7 @@ class Embeddings(TextTask, BatchLossTask):
     """Maximum length of a text in tokens, its prefix included; longer texts are truncated at the end."""
 
     auto_class: ClassVar[str] = "AutoModel"
+    prepares_as_needed = True
     columns: ClassVar[Mapping[str, Role]] = {
         "anchor": Role("text", ANCHORS, usual_inputs=TEXTS),
         "positive": Role("text", POSITIVES, optional_in={"predict"}),
@@ -119,7 +120,8 @@ class Embeddings(TextTask, BatchLossTask):
             return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big", signed=True)
 
         rows, column = self.rows[split], self.score_column
-        texts = {"texts": np.stack([[number_of(text) for text in rows[name]] for name in self.text_columns_read], axis=1)}
+        columns = [rows[name][:] for name in self.text_columns_read]
+        texts = {"texts": np.stack([[number_of(text) for text in column] for column in columns], axis=1)}
         if split == "train" or column is None:
             return texts
         check_column(rows, "task.score_column", column, split)
@@ -137,11 +139,9 @@ class Embeddings(TextTask, BatchLossTask):
         return self.sizes(dataset).sum(1)
 
     def sizes(self, dataset: Any) -> np.ndarray:
-        import numpy as np
+        from hftune.data.tokenized import sizes_of
 
-        from hftune.data.tokenized import lengths_of
-
-        return np.stack([lengths_of(dataset, ids_of(index)) for index in range(2 + len(self.negative_columns))], axis=1)
+        return sizes_of(dataset, [ids_of(index) for index in range(2 + len(self.negative_columns))])
 
     def padded_length(self, sizes: Sequence[int]) -> int:
         """Return the tokens of a sample's texts, which are padded to the longest of them."""

@@ -69,6 +69,7 @@ class SourceToTarget(TokenTask):
         "target": Role("text", TARGETS, optional_in={"predict"}),
     }
     length_keys = ("max_source_length", "max_target_length")
+    prepares_as_needed = True
 
     def field_problems(self) -> Iterator[str]:
         yield from super().field_problems()
@@ -112,11 +113,9 @@ class SourceToTarget(TokenTask):
 
     def sizes(self, dataset: Any) -> np.ndarray:
         """Return the tokens of source and target, (N, 2), which ``collate`` pads independently."""
-        import numpy as np
+        from hftune.data.tokenized import sizes_of
 
-        from hftune.data.tokenized import lengths_of
-
-        return np.stack([lengths_of(dataset, "source"), lengths_of(dataset, self.target_name)], axis=1)
+        return sizes_of(dataset, ["source", self.target_name])
 
     def evaluation_inputs(self, batch: Batch) -> dict[str, Any]:
         """Return ``inputs``, and keep the cache: texts are generated from it, so that sources are read once."""

@@ -66,8 +66,8 @@ class TextTask(DatasetTask):
     names, columns: {text: review}. See docs/own-data.md."""
     prepare: Literal["auto", "all", "as_needed"] = key("auto", changes="nothing", resume="fixed")
     """When rows are checked and tokenized. all: before training. as_needed: when their step comes, and then kept, so that the
-    first step does not wait for the last row; the same samples, steps and losses. It is for classification of texts. auto:
-    as_needed for splits of more than 128 MiB, where the task can."""
+    first step does not wait for the last row; the same samples, steps and losses. Language models and chats, whose
+    samples are made of several rows or of parts of one, take all. auto: as_needed for splits of more than 128 MiB."""
     vocab_size: int = key(4096, ge=100)
     """Vocabulary size of the tokenizer that is trained on the texts if model is null."""
 
@@ -90,7 +90,7 @@ class TextTask(DatasetTask):
         yield from self.model_problems()
 
         if self.prepare == "as_needed" and not self.prepares_as_needed:
-            yield f"task.prepare=as_needed is for classification of texts, not for {type(self).__name__}. Use all or auto."
+            yield f"task.prepare=as_needed is not for {type(self).__name__}, whose samples are no single rows. Use all or auto."
 
     def model_problems(self) -> Iterator[str]:
         """Yield what is wrong with the keys that name the model."""
@@ -251,6 +251,7 @@ class TextTask(DatasetTask):
         part.mixed = None  # its rows are those of the split
         part.check_rows({split: part.rows[split]})
         columns = {**part.encoder(split)(part.rows[split][:]), **part.targets(split)}
+        columns |= {"index": indices} if "index" in columns else {}
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
     def lengths(self, dataset: Any) -> np.ndarray | None:

@@ -178,9 +178,9 @@ class TitleGeneration(SourceToTarget):
 
     def sizes(self, dataset: Any) -> np.ndarray:
         """Return the tokens of source and title, which ``collate`` pads independently, without the title's last token."""
-        import numpy as np
+        from hftune.data.tokenized import sizes_of
 
-        return super().sizes(dataset) - np.array([0, 1], np.int32)
+        return sizes_of(dataset, ["source", self.target_name], less=[0, 1])
 
     def padded_length(self, sizes: Sequence[int]) -> int:
         source, title = sizes

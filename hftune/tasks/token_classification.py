@@ -30,6 +30,7 @@ from hftune.metrics.records import directions
 from hftune.tasks.text import NO_LABEL, TokenTask, beginning
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from hftune.data.labels import Classes
@@ -60,6 +61,7 @@ class TokenClassification(TokenTask):
     metric_directions = directions("f1", "precision", "recall", "accuracy")
     sample_fields = ("tagged", "predicted")
     auto_class = "AutoModelForTokenClassification"
+    prepares_as_needed = True
     columns: ClassVar[Mapping[str, Role]] = {
         "words": Role("list of texts", ("tokens", "words"), usual_inputs=TEXTS),
         "tags": Role("list of labels", TAGS, optional_in={"predict"}),
@@ -115,17 +117,12 @@ class TokenClassification(TokenTask):
             return load_tokenizer(self.model, commit=self.model_commit, add_prefix_space=True)
         return tokenizer
 
-    def tokenized(self, split: str) -> Any:
-        from hftune.data.cache import cached_value
-
-        def check() -> bool:
-            tags, row_of = self._read(split), self.row_of(split)
-            rows = [index for index, listed in enumerate(tags) for _ in listed]
-            self._classes.numbers([tag for listed in tags for tag in listed], split, lambda place: row_of(rows[place]))
-            return True
-
-        cached_value(["tags checked", self.rows[split]._fingerprint, self.read_columns, asdict(self._classes)], check)
-        return super().tokenized(split)
+    def targets(self, split: str) -> Mapping[str, np.ndarray]:
+        """Check the tags, which ``encode`` translates."""
+        tags, row_of = self._read(split), self.row_of(split)
+        rows = [index for index, listed in enumerate(tags) for _ in listed]
+        self._classes.numbers([tag for listed in tags for tag in listed], split, lambda place: row_of(rows[place]))
+        return {}
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
         ids, words, cut = word_ids(rows[self._words], self.text_tokenizer, self.max_length)
@@ -147,6 +144,8 @@ class TokenClassification(TokenTask):
         return [*super().notices(datasets, model), *self._classes.notices()]
 
     def class_counts(self, dataset: Any) -> dict[str, int]:
+        if self.later:
+            return {}
         labels = dataset.column("labels").flat
         return self._classes.counts(labels[labels != NO_LABEL])
 

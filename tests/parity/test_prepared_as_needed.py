@@ -20,6 +20,9 @@ OWN = (
 )
 
 
+OTHERS = ("token_classification_demo", "seq2seq_demo", "bigbird_demo", "embeddings_demo")
+
+
 def write(path, rows):
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return path
@@ -41,6 +44,10 @@ def runs(tmp_path_factory):
             for data, words in {"files": files, "mixture": mixture}.items()
             for when in ("all", "as_needed")
         }
+        few = ("train.max_steps=2", "task.max_eval_samples=8", "train.log_every=1", "task.max_train_samples=200")
+        for demo in OTHERS if size == 2 else ():
+            for when in ("all", "as_needed"):
+                jobs[f"{demo} {when}"] = (f"recipe={demo}", *few, f"task.prepare={when}")
         jobs["stopped"] = (*OWN, files, "task.prepare=as_needed")
         jobs["resumed"] = (*jobs["stopped"], f"output_dir={folder / f'stopped-on-{size}'}")
         found |= {(name, size): run for name, run in train_on(size, jobs, folder, stops={"stopped": (5, 0)}).items()}
@@ -53,8 +60,9 @@ def outcome(run):
     return logged, (run.folder / "model_last" / "model.safetensors").read_bytes(), run.predictions
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("data", ["files", "mixture"])
+@pytest.mark.parametrize(
+    ("data", "size"), [("files", 1), ("files", 2), ("mixture", 1), ("mixture", 2), *((demo, 2) for demo in OTHERS)]
+)
 def test_losses_weights_and_predictions_are_those_of_samples_made_first(runs, data, size):
     assert outcome(runs[f"{data} as_needed", size]) == outcome(runs[f"{data} all", size])
 
@@ -90,7 +98,7 @@ def test_nothing_is_made_before_it_is_used_and_nothing_twice(tmp_path):
     texts._make = lambda indices: made.extend(indices) or real(indices)
     texts.path.unlink(missing_ok=True)
     assert isinstance(texts, TextsAsNeeded) and len(texts) == len(task.rows["train"])
-    lengths = texts.lengths("input_ids")[np.array([7, 3])]
+    lengths = task.lengths(texts)[np.array([7, 3])]
     assert lengths.tolist() == [len(texts[7]["input_ids"]), len(texts[3]["input_ids"])] and sorted(made) == [3, 7]
     other = Recipe.load("yelp_demo", *words).task.datasets()["train"]  # another process
     other._make = None
@@ -99,4 +107,4 @@ def test_nothing_is_made_before_it_is_used_and_nothing_twice(tmp_path):
 
 def test_other_tasks_refuse_it_in_a_sentence(capsys):
     assert cli.main(["train", "recipe=language_modeling_demo", "task.prepare=as_needed"]) == 2
-    assert "task.prepare=as_needed is for classification of texts, not for LanguageModeling" in capsys.readouterr().err
+    assert "task.prepare=as_needed is not for LanguageModeling, whose samples are no single rows." in capsys.readouterr().err
