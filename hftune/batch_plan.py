@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, DataError
 
 
 def drawn(count: int, weight: float) -> int:
@@ -31,10 +31,20 @@ def spread(count: int, most: int = SURVEYED) -> np.ndarray:
     return np.arange(count) if count <= most else np.arange(most) * count // most
 
 
-def known_lengths(lengths: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the samples whose lengths are known before training, and these: of samples that are made as needed, of some."""
-    samples = spread(len(lengths), len(lengths) if isinstance(lengths, np.ndarray) else SURVEYED)
-    return samples, lengths[samples]
+def known_lengths(lengths: Any, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the samples whose lengths are known before training, and these: of samples that are made as needed, of some.
+
+    Args:
+        most: the most samples to return; None: all that are known.
+
+    Raises:
+        DataError: none of them can be trained on.
+    """
+    samples = spread(len(lengths), most or (len(lengths) if isinstance(lengths, np.ndarray) else SURVEYED))
+    known = lengths[samples]
+    if not known.any():
+        raise DataError(f"None of {len(samples):,} training rows that were looked at can be trained on.")
+    return samples[known > 0], known[known > 0]
 
 
 def by_length(lengths: Any) -> np.ndarray:
@@ -77,7 +87,7 @@ class BatchPlan:
         micro_batch_size: maximum number of samples in one forward pass; None for no bound.
         micro_batch_tokens: maximum number of padded tokens (samples x padded length) in one forward pass; None for no bound.
         lengths: one length per sample (int, at least 1), an array or something that arrays of sample numbers index, and whose
-            ``max`` is at least the largest; None if all samples cost the same.
+            ``max`` is at least the largest; 0 of a sample that is left out of its step. None if all samples cost the same.
         seed: of the shuffle.
         shuffle: False keeps dataset order, as evaluation does.
         sizes: (N, K) int, the parts of a sample that are padded separately, such as source and title, or height and width. The
@@ -228,16 +238,23 @@ class EpochPlan(Sequence):
     def __len__(self) -> int:
         return self.plan.num_steps
 
+    def samples(self, step: int) -> np.ndarray:
+        """Return the samples of a step, those that are left out of it included, in no certain order."""
+        return self.order_N[step * self.plan.batch_size : (step + 1) * self.plan.batch_size]
+
     def __getitem__(self, step: int) -> list[MicroBatch]:  # type: ignore[override]  # no slices
         if not 0 <= step < len(self):
             raise IndexError(step)
-        plan = self.plan
-        samples_B = self.order_N[step * plan.batch_size : (step + 1) * plan.batch_size]
+        plan, samples_B = self.plan, self.samples(step)
         if plan.lengths is None:
             return self._cut(samples_B, np.ones(len(samples_B), np.int64))
         keys_B = -plan.lengths[samples_B].astype(np.int64) << 32 | samples_B
         keys_B.sort()  # longest first; equal lengths by sample number
         samples_B, lengths_B = (keys_B & 0xFFFFFFFF).astype(samples_B.dtype), -(keys_B >> 32)
+        if not lengths_B[-1]:
+            samples_B, lengths_B = samples_B[lengths_B > 0], lengths_B[lengths_B > 0]
+            if not len(samples_B):
+                raise DataError(f"None of the {len(keys_B):,} rows of a step can be trained on. Raise train.batch_size.")
         if plan.packed or plan.sizes is None:
             plan.check_fits(int(samples_B[0]), int(lengths_B[0]))
         return self._deal(samples_B, lengths_B) if plan.packed else self._cut(samples_B, lengths_B)

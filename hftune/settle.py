@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftune.batch_plan import BatchPlan, by_length, spread
+from hftune.batch_plan import SURVEYED, BatchPlan, by_length, known_lengths
 from hftune.build import Parts, check_micro_batches, first_epoch
 from hftune.config import Recipe, TrainConfig
 from hftune.distributed.devices import precision_notices
@@ -38,7 +38,7 @@ HALF = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 def default_parts(plan: BatchPlan, least: int = 1) -> int:
     """Return what ``train.parts`` is by default for a plan without padding; the same for any number of processes."""
     samples = min(plan.batch_size, plan.samples_per_epoch)
-    tokens = float(plan.lengths[spread(plan.num_samples)].mean()) * samples
+    tokens = float(known_lengths(plan.lengths, SURVEYED)[1].mean()) * samples
     return next(parts for parts in PARTS if parts <= samples and (parts <= least or tokens >= parts * TOKENS_OF_A_PART))
 
 
@@ -64,7 +64,7 @@ def without_padding(config: TrainConfig, plan: BatchPlan, pipeline_stages: int =
         packed=True,
         parts=config.parts or default_parts(plan, 1 if pipeline_stages == 1 else PARTS[0]),  # a pipeline lives on many
         micro_batch_size=plan.micro_batch_size if is_bounded else None,
-        micro_batch_tokens=plan.micro_batch_tokens if is_bounded else 8 * int(plan.lengths[spread(plan.num_samples)].max()),
+        micro_batch_tokens=plan.micro_batch_tokens if is_bounded else 8 * int(known_lengths(plan.lengths, SURVEYED)[1].max()),
     )
 
 

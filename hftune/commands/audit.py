@@ -34,6 +34,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"  task.datasets[{index}]: {rows:,} rows x {weight:g} = {samples:,} samples an epoch")
     if result.repeated:
         print(f"  not counted: {count(result.repeated, 'step')} that a resume took back")
+    if result.left_out:
+        print(f"  left out: {count(result.left_out, 'sample')} that cannot be trained on (task.bad_rows=skip)")
     if result.skipped:
         print(f"  skipped: {count(len(result.skipped), 'step')} ({first_few(map(str, result.skipped))})")
     for problem in result.problems:

@@ -10,7 +10,7 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from platform import node
 from typing import Any, SupportsIndex
 
@@ -20,7 +20,7 @@ from datasets.fingerprint import Hasher
 
 from hftune import __version__
 from hftune.batch_plan import spread
-from hftune.data.cache import ADVICE, cache_dir
+from hftune.data.cache import ADVICE, cache_dir, locked
 from hftune.errors import ConfigError
 
 HASHED_BYTES = 2**30
@@ -42,7 +42,7 @@ class TextsAsNeeded(Sequence):
         key: what the samples depend on, hashed by content.
         rows: what they are made of, one each.
         longest: what no sample has more tokens than.
-        make: returns some of the samples, as dictionaries of numbers and lists of numbers.
+        make: returns some of the samples, as dictionaries of numbers and lists of numbers; None for one that is left out.
         whole: returns whole columns of single values, by name.
     """
 
@@ -51,23 +51,26 @@ class TextsAsNeeded(Sequence):
         key: Any,
         rows: datasets.Dataset,
         longest: int,
-        make: Callable[[list[int]], Iterable[Mapping[str, Any]]],
+        make: Callable[[list[int]], Sequence[Mapping[str, Any] | None]],
         whole: Callable[[], Mapping[str, np.ndarray]],
     ):
         # A file for each machine: SQLite's locks are not made for network file systems.
         self.path = cache_dir() / f"{Hasher.hash(['as needed', key, __version__])}.{node()}.sqlite"
         self.rows, self.longest, self._make, self._whole = rows, longest, make, whole
-        self._recent: dict[int, dict[str, Any]] = {}
+        self._recent: dict[int, Any] = {}
         self._local = threading.local()
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:  # type: ignore[override]  # no slices
-        (sample,) = self.__getitems__([range(len(self))[index]])
+        """Return a sample; instead of one that is left out, the next one that is not."""
+        number = range(len(self))[index]
+        while (sample := self.__getitems__([number])[0]) is None:
+            number = (number + 1) % len(self)
         return sample
 
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         wanted = [int(index) for index in indices]
         if len(self._recent) > RECENT:
             self._recent.clear()
@@ -78,9 +81,9 @@ class TextsAsNeeded(Sequence):
         for share in self._shares([index for index in missing if index not in found]):
             found |= self._read(share)  # what other processes have made meanwhile
             if left := [index for index in share if index not in found]:
-                found |= self._write(dict(zip(left, map(dict, self._make(left)), strict=True)))
+                found |= self._write(dict(zip(left, self._make(left), strict=True)))
         recent |= found
-        return [{name: _number(value) for name, value in found[index].items()} for index in wanted]
+        return [_numbers(found[index]) for index in wanted]
 
     def column(self, name: str) -> np.ndarray:
         """Return a whole column with one value per sample."""
@@ -101,15 +104,15 @@ class TextsAsNeeded(Sequence):
 
     # The file
 
-    def _read(self, indices: list[int]) -> dict[int, dict[str, Any]]:
-        found: dict[int, dict[str, Any]] = {}
+    def _read(self, indices: list[int]) -> dict[int, Any]:
+        found: dict[int, Any] = {}
         for start in range(0, len(indices), AT_ONCE):
             some = indices[start : start + AT_ONCE]
             lines = self._run(f"SELECT number, sample FROM samples WHERE number IN ({','.join('?' * len(some))})", some)
             found |= {number: json.loads(sample) for number, sample in lines}
         return found
 
-    def _write(self, samples: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    def _write(self, samples: dict[int, Any]) -> dict[int, Any]:
         lines = [(number, json.dumps(sample, default=_plain)) for number, sample in samples.items()]
         self._run("INSERT OR IGNORE INTO samples VALUES (?, ?)", lines, many=True)
         return {number: json.loads(line) for number, line in lines}  # as another process reads them
@@ -117,10 +120,8 @@ class TextsAsNeeded(Sequence):
     def _run(self, statement: str, values: list, many: bool = False) -> list[tuple]:
         try:
             if getattr(self._local, "process", None) != os.getpid():  # a connection must not be used in a fork
-                self._local.connection = connection = sqlite3.connect(self.path, timeout=WAIT_S, isolation_level=None)
-                connection.execute("PRAGMA journal_mode=WAL")
-                connection.execute("PRAGMA synchronous=OFF")  # what a machine that crashes loses is made again
-                connection.execute("CREATE TABLE IF NOT EXISTS samples (number INTEGER PRIMARY KEY, sample TEXT NOT NULL)")
+                with locked(self.path):  # SQLite does not wait for another process that sets up the file
+                    self._local.connection = self._connect()
                 self._local.process = os.getpid()
             connection = self._local.connection
             if not many:
@@ -130,7 +131,15 @@ class TextsAsNeeded(Sequence):
             connection.execute("COMMIT")
             return []
         except sqlite3.Error as error:
-            raise ConfigError(f"{self.path}, in the cache of prepared data, cannot be used: {error}. {ADVICE}") from error
+            said = f"{self.path}, in the cache of prepared data, cannot be used: {error}."
+            raise ConfigError(f"{said} Remove it to have its samples made again. {ADVICE}") from error
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self.path, timeout=WAIT_S, isolation_level=None)
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=OFF")  # what a machine that crashes loses is made again
+        connection.execute("CREATE TABLE IF NOT EXISTS samples (number INTEGER PRIMARY KEY, sample TEXT NOT NULL)")
+        return connection
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("_local", "_recent")}
@@ -153,8 +162,9 @@ class Sizes:
         return len(self.texts)
 
     def __getitem__(self, samples: np.ndarray) -> np.ndarray:
-        found = self.texts.__getitems__(samples.tolist())
-        return np.array([[len(sample[name]) for name in self.names] for sample in found], np.int32) - self.less
+        found, none = self.texts.__getitems__(samples.tolist()), [0] * len(self.names)
+        sizes = [none if sample is None else [len(sample[name]) for name in self.names] - self.less for sample in found]
+        return np.array(sizes, np.int32)
 
     def max(self, axis: int = 0) -> np.ndarray:
         """Return what no size exceeds, (K,)."""
@@ -189,6 +199,10 @@ class Lengths:
 
 def _plain(value: Any) -> Any:
     return value.tolist()
+
+
+def _numbers(sample: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return None if sample is None else {name: _number(value) for name, value in sample.items()}
 
 
 def _number(value: Any) -> Any:

@@ -78,7 +78,7 @@ def one_at_a_time(key: Any, on_wait: Callable[[], None] = lambda: None) -> Itera
     try:
         path = cache_dir() / f"{Hasher.hash([key, __version__])}"
         done = path.with_suffix(".done")
-        with nullcontext() if done.exists() else _locked(path):
+        with nullcontext() if done.exists() else locked(path):
             if not done.exists():
                 yield
                 with suppress(OSError):  # then the next processes take turns, too
@@ -90,7 +90,8 @@ def one_at_a_time(key: Any, on_wait: Callable[[], None] = lambda: None) -> Itera
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of an entry, a file whose name ends in .lock."""
     lock = FileLock(path.with_suffix(".lock"))
     with explained():
         try:
@@ -142,7 +143,7 @@ def cached_arrays(key: Any, make: Callable[[], Mapping[str, np.ndarray | Stream]
     """
     path = cache_dir() / Hasher.hash([key, __version__])
     if (arrays := _read(path)) is None:
-        with _locked(path):
+        with locked(path):
             if (arrays := _read(path)) is None:
                 for pattern in (".mapped-*", ".*.writing", "tmp*"):  # what killed processes left unfinished
                     for left in path.parent.glob(pattern):

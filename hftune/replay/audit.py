@@ -26,6 +26,8 @@ class Audit:
     samples: int = 0
     skipped: list[int] = field(default_factory=list)
     """Skipped steps; their epochs are not whole."""
+    left_out: int = 0
+    """How often a sample was left out of its step, because it cannot be trained on; see ``task.bad_rows``."""
     starts: list[dict[str, Any]] = field(default_factory=list)
     """Where training started and resumed: after_step, world_size, micro_batch_size, micro_batch_tokens."""
     repeated: int = 0
@@ -57,7 +59,7 @@ def audit(folder: str | Path) -> Audit:
         found.problems.append(f"{len(plans)} different plans were followed; one run has one.")
         return found
     plan = BatchPlan(**found.starts[0]["plan"])
-    order_N, epoch, used_N = np.array([], int), -1, np.zeros(plan.num_samples, int)
+    order, epoch, used_N = plan.epoch(0), -1, np.zeros(plan.num_samples, int)
     if plan.mixture is not None:
         found.mixture = [
             {"rows": rows, "weight": weight, "samples": samples}
@@ -71,8 +73,8 @@ def audit(folder: str | Path) -> Audit:
             break
         found.steps = number
         if place[0] != epoch:
-            epoch, order_N = place[0], plan.epoch(place[0]).order_N
-            in_epoch_N = np.bincount(order_N, minlength=plan.num_samples)
+            epoch, order = place[0], plan.epoch(place[0])
+            in_epoch_N = np.bincount(order.order_N, minlength=plan.num_samples)
             used_N += in_epoch_N
             if plan.mixture is None and not (in_epoch_N == 1).all():
                 found.problems.append(f"The plan of epoch {epoch} does not hold every sample once.")
@@ -80,7 +82,11 @@ def audit(folder: str | Path) -> Audit:
         if line.get("skipped"):
             found.skipped.append(number)
             continue
-        samples = order_N[place[1] * plan.batch_size : (place[1] + 1) * plan.batch_size]
+        samples, left_out = order.samples(place[1]), line.get("left_out", [])
+        if not np.isin(left_out, samples).all():
+            found.problems.append(f"Step {number} left out samples that its plan does not have.")
+        found.left_out += len(left_out)
+        samples = np.setdiff1d(samples, left_out) if left_out else samples
         if (line.get("num_samples"), line.get("digest")) != (len(samples), format_digest(*samples_digest(samples))):
             found.problems.append(f"Step {number} was computed from other samples than its plan says.")
         found.samples += line.get("num_samples", 0)

@@ -108,7 +108,7 @@ class History:
         """Return the numbers of the training samples that a step uses, after the plan in its start line."""
         plan = BatchPlan(**self.start_of(step)["plan"])
         epoch, place = divmod(step - 1, plan.num_steps)
-        return plan.epoch(epoch).order_N[place * plan.batch_size : (place + 1) * plan.batch_size]
+        return plan.epoch(epoch).samples(place)
 
     def check_change(self, change: Change) -> None:
         """Refuse to change in the middle of a run what its weights have been trained with from the first step on.

@@ -103,6 +103,8 @@ class SequenceClassification(TextTask):
                 f"task.class_weights={format_value(weights)} is neither balanced nor a mapping from class names to weights, "
                 "such as {spam: 5}."
             )
+        if weights == BALANCED and self.bad_rows == "skip":
+            yield "task.class_weights=balanced counts all rows, the bad ones too. With task.bad_rows=skip, give the weights."
         if self.label_smoothing and self.focal_gamma:
             yield "task.label_smoothing and task.focal_gamma contradict each other. Set one of them to 0."
         if self.problem_type not in (None, "single_label_classification"):
@@ -231,9 +233,9 @@ class SequenceClassification(TextTask):
     def class_counts(self, dataset: Any) -> dict[str, int]:
         from hftune.data.tokenized import column_of
 
-        labels = column_of(dataset, "label")
-        if self.labels is None:
+        if self.labels is None or self.bad_rows == "skip":
             return {}
+        labels = column_of(dataset, "label")
         if labels.ndim == 1:
             return self._classes.counts(labels)
         return dict(zip(self.labels, labels.sum(0).astype(int).tolist(), strict=True))

@@ -68,6 +68,10 @@ class TextTask(DatasetTask):
     """When rows are checked and tokenized. all: before training. as_needed: when their step comes, and then kept, so that the
     first step does not wait for the last row; the same samples, steps and losses. Language models and chats, whose
     samples are made of several rows or of parts of one, take all. auto: as_needed for splits of more than 128 MiB."""
+    bad_rows: Literal["stop", "skip"] = key("stop", changes="data")
+    """What happens to training rows that cannot be trained on, such as an empty text or an unknown label. stop: the first ends
+    the training. skip: each is left out of its step, in every epoch and on any number of processes; a note names it, and
+    ledger.jsonl. Training rows are then prepared as they are needed. Rows that are evaluated on must be good in any case."""
     vocab_size: int = key(4096, ge=100)
     """Vocabulary size of the tokenizer that is trained on the texts if model is null."""
 
@@ -89,6 +93,9 @@ class TextTask(DatasetTask):
         yield from super().field_problems()
         yield from self.model_problems()
 
+        if self.bad_rows == "skip" and (not self.prepares_as_needed or self.prepare == "all"):
+            why = f"unlike task.prepare={self.prepare}" if self.prepares_as_needed else f"which {type(self).__name__} cannot"
+            yield f"task.bad_rows=skip prepares rows as they are needed, {why}."
         if self.prepare == "as_needed" and not self.prepares_as_needed:
             yield f"task.prepare=as_needed is not for {type(self).__name__}, whose samples are no single rows. Use all or auto."
 
@@ -146,7 +153,8 @@ class TextTask(DatasetTask):
         if self.prepare == "all" or not self.prepares_as_needed:
             return frozenset()
         least = LARGE_BYTES if self.prepare == "auto" else 0
-        return frozenset(split for split, rows in self.unchecked_rows.items() if rows.data.nbytes >= least)
+        splits = {split for split, rows in self.unchecked_rows.items() if rows.data.nbytes >= least}
+        return frozenset(splits | ({"train"} if self.bad_rows == "skip" else set()))
 
     def check_rows(self, rows: Mapping[str, Dataset]) -> None:
         from hftune.data.rows import check_texts
@@ -191,7 +199,7 @@ class TextTask(DatasetTask):
         few = rows.select(spread(len(rows), 1000))
         mean = sum(len(text or "") for column in columns for text in few[column]) / len(few)
         some = rows.select(spread(len(rows), max(1000, round(2**24 / max(mean, 1.0)))))
-        return (text for column in columns for text in some[column])
+        return (text for column in columns for text in some[column] if text)
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
         """Tokenize some rows, given as lists of the values of each column.
@@ -242,8 +250,19 @@ class TextTask(DatasetTask):
 
         return cached_texts(key, make)
 
-    def _samples(self, split: str, indices: list[int]) -> list[dict[str, Any]]:
-        """Check and tokenize some rows of a split."""
+    def _samples(self, split: str, indices: list[int]) -> list[dict[str, Any] | None]:
+        """Check and tokenize some rows of a split. None for one that ``bad_rows`` leaves out."""
+        try:
+            return self._checked(split, indices)
+        except DataError as error:
+            if self.bad_rows == "stop" or split != "train":
+                raise
+            if len(indices) > 1:
+                return [sample for index in indices for sample in self._samples(split, [index])]
+            print(f"note: A row is left out (task.bad_rows=skip): {error}", flush=True)
+            return [None]
+
+    def _checked(self, split: str, indices: list[int]) -> list[dict[str, Any] | None]:
         from hftune.data.rows import select
 
         part = copy(self)

@@ -15,6 +15,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import numpy as np
+
 from hftune.atomic import GrowingFile, explain_write_errors
 from hftune.batch_plan import BatchPlan
 from hftune.callbacks import Begin, Callback, CheckpointDone, End, Step
@@ -57,9 +59,11 @@ class Ledger(Callback):
         self.path, self._facts = path, facts
         self._is_ours, self._written = is_ours, time.time()
         self._lock = Lock()
+        self._plan: BatchPlan | None = None
 
     def on_begin(self, begin: Begin) -> None:
         """Record that training starts, or resumes after a step: lines of later steps further up do not count any more."""
+        self._plan = begin.plan
         self.start(begin.step, self._facts())
 
     def start(self, step: int, facts: Mapping[str, Any]) -> None:
@@ -80,11 +84,24 @@ class Ledger(Callback):
         if step.loss is None:
             self._append(f'{place}"skipped": true}}')
             return
+        left_out = self._left_out(step)
         # As json would write it, whose encoder takes 30 us between two steps, when nothing of it is in the processor's caches.
         self._append(
             f'{place}"num_samples": {step.num_samples}, "digest": "{step.digest}", "loss": {_number(step.loss)}, '
-            f'"grad_norm": {_number(step.grad_norm)}, "lr": {_number(step.lr)}, "items": {_number(step.num_items)}}}'
+            f'"grad_norm": {_number(step.grad_norm)}, "lr": {_number(step.lr)}, "items": {_number(step.num_items)}{left_out}}}'
         )
+
+    def _left_out(self, step: Step) -> str:
+        """Return the entry of the samples that the plan has in a step, and that were left out of it."""
+        if self._plan is None:  # nobody said that training begins
+            return ""
+        epoch, place = step.place
+        wanted = min(self._plan.batch_size, self._plan.samples_per_epoch - place * self._plan.batch_size)
+        if step.num_samples == wanted:
+            return ""
+        samples = np.concatenate([micro_batch.samples for micro_batch in step.micro_batches])
+        numbers = np.setdiff1d(self._plan.epoch(epoch).samples(place), samples).tolist()
+        return f', "left_out": {json.dumps(numbers)}'
 
     def on_checkpoint(self, checkpoint: CheckpointDone) -> None:
         """Record the hashes of a checkpoint that is complete."""

@@ -8,6 +8,10 @@ import pytest
 from hftune import Recipe, cli
 from hftune.data.as_needed import TextsAsNeeded
 from hftune.data.demo import reviews
+from hftune.replay.audit import audit
+from hftune.replay.engine import Replayer
+from hftune.replay.history import History
+from hftune.replay.tolerance import difference
 from tests.support.runs import SMALL, Group, train_on
 
 OWN = (
@@ -21,6 +25,16 @@ OWN = (
 
 
 OTHERS = ("token_classification_demo", "seq2seq_demo", "bigbird_demo", "embeddings_demo")
+
+
+STOPS = {"stopped": (5, 0), "skipping, stopped": (4, 0)}
+BAD = [7, 20, 21, 98]
+
+
+def with_bad_rows(rows):
+    wrong = [{"text": "  "}, {"label": 9}, {"text": None}, {"label": -1}]
+    changes = dict(zip(BAD, wrong, strict=True))
+    return [{**row, **changes.get(index, {})} for index, row in enumerate(rows)]
 
 
 def write(path, rows):
@@ -44,13 +58,18 @@ def runs(tmp_path_factory):
             for data, words in {"files": files, "mixture": mixture}.items()
             for when in ("all", "as_needed")
         }
-        few = ("train.max_steps=2", "task.max_eval_samples=8", "train.log_every=1", "task.max_train_samples=200")
+        short = ("train.max_steps=2", "task.max_eval_samples=8", "train.log_every=1", "task.max_train_samples=200")
         for demo in OTHERS if size == 2 else ():
             for when in ("all", "as_needed"):
-                jobs[f"{demo} {when}"] = (f"recipe={demo}", *few, f"task.prepare={when}")
+                jobs[f"{demo} {when}"] = (f"recipe={demo}", *short, f"task.prepare={when}")
+        bad = write(folder / "bad.jsonl", with_bad_rows(rows))
+        skipping = (*OWN, f"task.data_files={{train: {bad}, eval: {few}}}", "task.eval_share=null", "task.bad_rows=skip")
+        jobs["skipping"] = skipping
+        jobs["skipping, stopped"] = skipping
+        jobs["skipping, resumed"] = (*skipping, f"output_dir={folder / f'skipping, stopped-on-{size}'}")
         jobs["stopped"] = (*OWN, files, "task.prepare=as_needed")
         jobs["resumed"] = (*jobs["stopped"], f"output_dir={folder / f'stopped-on-{size}'}")
-        found |= {(name, size): run for name, run in train_on(size, jobs, folder, stops={"stopped": (5, 0)}).items()}
+        found |= {(name, size): run for name, run in train_on(size, jobs, folder, stops=STOPS).items()}
     return found
 
 
@@ -73,9 +92,29 @@ def test_interrupted_run_goes_on_bit_equal(runs, size):
 
 
 def test_losses_do_not_depend_on_processes(runs):
-    for data in ("files", "mixture"):
-        losses = runs[f"{data} as_needed", 1].logged("train/loss")
-        assert runs[f"{data} as_needed", 2].logged("train/loss") == pytest.approx(losses, rel=1e-5)
+    for name in ("files as_needed", "mixture as_needed", "skipping"):
+        assert runs[name, 2].logged("train/loss") == pytest.approx(runs[name, 1].logged("train/loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bad_rows_that_are_skipped_are_left_out_of_their_steps_and_of_nothing_else(runs, size):
+    run = runs["skipping", size]
+    lines = [json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
+    left_out = [line["left_out"] for line in lines if "left_out" in line]
+    assert sorted(number for numbers in left_out for number in numbers) == sorted(2 * BAD)  # of two epochs
+    assert sum(line["num_samples"] for line in lines if "digest" in line) == 2 * (100 - len(BAD))
+    found = audit(run.folder)
+    assert not found.problems and (found.whole_epochs, found.left_out) == (2, 2 * len(BAD))
+    assert outcome(runs["skipping, resumed", size]) == outcome(run)
+
+
+def test_step_with_a_row_left_out_is_replayed(runs):
+    history = History.open(runs["skipping", 1].folder)
+    step = next(number for number, line in history.ledger.steps.items() if "left_out" in line)
+    with Replayer(history, step) as replayer:
+        *_, last = replayer.advance(step)
+    found = difference(last, history.ledger.steps[step])
+    assert last.step == step and found.same_samples and found.loss == found.grad_norm == 0
 
 
 @pytest.mark.parametrize("size", [1, 2])
