@@ -84,7 +84,6 @@ def evaluate(
     rows: list[dict[str, Any]] = []
 
     def summarise() -> dict[str, Any]:
-        gathered.sort(key=lambda part: part.index)
         placed = {sample: row for part in gathered for sample, row in zip(part.samples, part.rows, strict=True)}
         if len(placed) != len(dataset) or sum(len(part.rows) for part in gathered) != len(dataset):
             raise RuntimeError(f"The evaluation returned {len(placed)} different samples of {len(dataset)}.")

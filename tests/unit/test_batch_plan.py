@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hftune import ConfigError
-from hftune.batch_plan import BatchPlan, balance
+from hftune import ConfigError, DataError
+from hftune.batch_plan import SURVEYED, BatchPlan, balance, by_length, known_lengths, samples_digest, spread
 
 
 def lengths_of(num_samples):
@@ -295,3 +295,59 @@ def test_a_bound_of_samples_costs_a_packed_step_no_micro_batches():
 def test_samples_without_lengths_are_cut_into_equal_parts():
     sizes = [[len(part.samples) for part in step] for step in BatchPlan(20, 10, micro_batch_size=8, parts=4).epoch(0)]
     assert [sorted(step) for step in sizes] == [[1, 3, 3, 3]] * 2
+
+
+def test_digest_of_samples_is_that_of_earlier_versions():
+    # Ledgers hold it, and are compared with runs of today.
+    assert samples_digest(np.arange(1000)) == (2121805609195, 2115044550853)
+
+
+class Lazy:
+    """Lengths that are known only where they are asked for."""
+
+    def __init__(self, lengths):
+        self.lengths, self.asked = lengths, []
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, samples):
+        self.asked += samples.tolist()
+        return self.lengths[samples]
+
+
+@given(plans())
+def test_a_step_asks_for_the_lengths_of_its_own_samples_only(plan):
+    lazy = Lazy(plan.lengths)
+    order, expected = dataclasses.replace(plan, lengths=lazy).epoch(1), plan.epoch(1)
+    for step in range(len(expected)):
+        lazy.asked.clear()
+        found = [[part.samples.tolist() for part in one[step]] for one in (order, expected)]
+        assert found[0] == found[1] and {*lazy.asked} == {*order.samples(step).tolist()}
+
+
+def test_sample_without_a_length_is_left_out_of_its_step():
+    plan = BatchPlan(6, 3, lengths=np.array([4, 0, 2, 0, 0, 1]), shuffle=False, micro_batch_size=2)
+    assert [part.samples.tolist() for part in plan.epoch(0)[0]] == [[0, 2]]
+    assert [part.samples.tolist() for part in plan.epoch(0)[1]] == [[5]]
+    assert by_length(plan.lengths).tolist() == [5, 2, 0]
+    nothing = BatchPlan(4, 2, lengths=Lazy(np.array([1, 1, 0, 0])), shuffle=False)
+    with pytest.raises(DataError, match="None of the 2 rows of a step"):
+        nothing.epoch(0)[1]
+    with pytest.raises(DataError, match="None of 3 training rows that were looked at"):
+        known_lengths(np.zeros(3, np.int32))
+
+
+def test_sample_that_no_micro_batch_can_hold_is_refused_when_its_step_comes():
+    plan = BatchPlan(4, 2, micro_batch_tokens=5, lengths=Lazy(np.array([2, 2, 9, 1])), shuffle=False)
+    assert len(plan.epoch(0)[0]) == 1
+    with pytest.raises(ConfigError, match="micro_batch_tokens=5 cannot hold sample 2 with its 9 tokens"):
+        plan.epoch(0)[1]
+
+
+def test_what_follows_from_lengths_follows_from_samples_spread_over_all():
+    assert spread(5).tolist() == [0, 1, 2, 3, 4] and spread(10, 4).tolist() == [0, 2, 5, 7]
+    lengths = np.arange(1, 20_001)
+    samples, known = known_lengths(Lazy(lengths))
+    assert len(samples) == SURVEYED and samples[0] == 0 and samples[-1] > 19_990 and (known == lengths[samples]).all()
+    assert len(known_lengths(lengths)[0]) == 20_000 and len(known_lengths(lengths, SURVEYED)[0]) == SURVEYED

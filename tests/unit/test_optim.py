@@ -469,7 +469,8 @@ def test_patience_counts_from_the_last_improvement_that_was_large_enough():
     state.forget_best()
     assert state.last_improvement == 0.73
     state.forget_scores()
-    assert state.last_improvement is None and state.evaluations_since == 0
+    assert state.last_improvement is None and state.evaluations_since == state.counted_step == 0
+    assert TrainState(epoch=2, step_in_epoch=3).progress(steps_per_epoch=4) == 2.75
 
 
 @pytest.mark.parametrize("name", sorted(sections.UNSHARDED))
