@@ -127,8 +127,10 @@ def until_first_step(words: Sequence[str], folder: Path, ledger: Path, longest_s
 
 
 def private_mib(process: psutil.Process) -> float:
-    found = re.search(r"RssAnon:\s*(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
-    return int(found[1]) / 1024 if found else 0.0
+    with suppress(OSError):  # it has just ended
+        if found := re.search(r"RssAnon:\s*(\d+) kB", Path(f"/proc/{process.pid}/status").read_text()):
+            return int(found[1]) / 1024
+    return 0.0
 
 
 def has_step(ledger: Path) -> bool:

@@ -42,9 +42,9 @@ def known_lengths(lengths: Any, most: int | None = None) -> tuple[np.ndarray, np
     """
     samples = spread(len(lengths), most or (len(lengths) if isinstance(lengths, np.ndarray) else SURVEYED))
     known = lengths[samples]
-    if not known.any():
+    if (known < 0).all():
         raise DataError(f"None of {len(samples):,} training rows that were looked at can be trained on.")
-    return samples[known > 0], known[known > 0]
+    return samples[known >= 0], known[known >= 0]
 
 
 def by_length(lengths: Any) -> np.ndarray:
@@ -87,7 +87,7 @@ class BatchPlan:
         micro_batch_size: maximum number of samples in one forward pass; None for no bound.
         micro_batch_tokens: maximum number of padded tokens (samples x padded length) in one forward pass; None for no bound.
         lengths: one length per sample (int, at least 1), an array or something that arrays of sample numbers index, and whose
-            ``max`` is at least the largest; 0 of a sample that is left out of its step. None if all samples cost the same.
+            ``max`` is at least the largest; -1 of a sample that is left out of its step. None if all samples cost the same.
         seed: of the shuffle.
         shuffle: False keeps dataset order, as evaluation does.
         sizes: (N, K) int, the parts of a sample that are padded separately, such as source and title, or height and width. The
@@ -251,12 +251,12 @@ class EpochPlan(Sequence):
         keys_B = -plan.lengths[samples_B].astype(np.int64) << 32 | samples_B
         keys_B.sort()  # longest first; equal lengths by sample number
         samples_B, lengths_B = (keys_B & 0xFFFFFFFF).astype(samples_B.dtype), -(keys_B >> 32)
-        if not lengths_B[-1]:
-            samples_B, lengths_B = samples_B[lengths_B > 0], lengths_B[lengths_B > 0]
+        if lengths_B[-1] < 0:
+            samples_B, lengths_B = samples_B[lengths_B >= 0], lengths_B[lengths_B >= 0]
             if not len(samples_B):
-                raise DataError(f"None of the {len(keys_B):,} rows of a step can be trained on. Raise train.batch_size.")
+                raise DataError(f"None of the {len(keys_B):,} rows of a step can be trained on. Leave it out with train.skip.")
         if plan.packed or plan.sizes is None:
-            plan.check_fits(int(samples_B[0]), int(lengths_B[0]))
+            plan.check_fits(int(samples_B[0]), int(lengths_B[0]))  # otherwise ``_cut`` knows the padded length
         return self._deal(samples_B, lengths_B) if plan.packed else self._cut(samples_B, lengths_B)
 
     def _deal(self, samples_B: np.ndarray, lengths_B: np.ndarray) -> list[MicroBatch]:
@@ -295,6 +295,8 @@ class EpochPlan(Sequence):
             rows = _Lengths(lengths_B.tolist(), max_rows)
         else:
             rows = _Sizes(plan.sizes[samples_B].tolist(), max_rows, plan.padded_length)
+            alone = [*map(plan.padded_length, rows.sizes)]
+            plan.check_fits(int(samples_B[np.argmax(alone)]), max(alone))
         high = plan.micro_batch_tokens or rows.padded(0, len(samples_B)) * max_rows
         if plan.lengths is None and plan.parts is None:
             stops = rows.fill(high)  # full ones, and a rest

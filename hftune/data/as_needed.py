@@ -1,7 +1,7 @@
 """Tokenized texts that are made when they are first asked for, and kept for all processes of the machine. Knows no task.
 
 A sample is a line of JSON in an SQLite file of the cache of prepared data. Processes that want the same samples, those of one
-step, begin with different ones and take what the others have made: nobody waits, and no work is done twice but by chance.
+step, begin with different ones and take what the others have made: nobody waits, and little is made twice.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from datasets.fingerprint import Hasher
 from hftune import __version__
 from hftune.batch_plan import spread
 from hftune.data.cache import ADVICE, cache_dir, locked
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, DataError
 
 HASHED_BYTES = 2**30
 """Of rows that are hashed as a whole, for digests, which takes a few seconds; of more, some are, and no row has a hash."""
-RECENT = 10_000
-"""Samples that a process remembers: a step's lengths are asked for, then its samples."""
+RECENT = 4096
+"""Samples that a process remembers, and once more: a step's lengths are asked for, then its samples."""
 AT_ONCE = 500
 """Samples that are made, or read, in one go."""
 SHARES = 4
@@ -64,26 +64,23 @@ class TextsAsNeeded(Sequence):
         return len(self.rows)
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:  # type: ignore[override]  # no slices
-        """Return a sample; instead of one that is left out, the next one that is not."""
-        number = range(len(self))[index]
-        while (sample := self.__getitems__([number])[0]) is None:
-            number = (number + 1) % len(self)
+        (sample,) = self.__getitems__([range(len(self))[index]])
+        if sample is None:
+            raise DataError(f"Sample {index} is left out, as it cannot be trained on (task.bad_rows=skip).")
         return sample
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         wanted = [int(index) for index in indices]
-        if len(self._recent) > RECENT:
-            self._recent.clear()
-        recent = self._recent
-        missing = [index for index in dict.fromkeys(wanted) if index not in recent]
+        recent = self._recent if len(self._recent) < RECENT else {}  # a new one: another thread may be reading
         found = {index: recent[index] for index in wanted if index in recent}
+        missing = [index for index in dict.fromkeys(wanted) if index not in found]
         found |= self._read(missing)
         for share in self._shares([index for index in missing if index not in found]):
             found |= self._read(share)  # what other processes have made meanwhile
             if left := [index for index in share if index not in found]:
                 found |= self._write(dict(zip(left, self._make(left), strict=True)))
-        recent |= found
-        return [_numbers(found[index]) for index in wanted]
+        self._recent = {**recent, **found}
+        return [found[index] for index in wanted]
 
     def column(self, name: str) -> np.ndarray:
         """Return a whole column with one value per sample."""
@@ -109,17 +106,18 @@ class TextsAsNeeded(Sequence):
         for start in range(0, len(indices), AT_ONCE):
             some = indices[start : start + AT_ONCE]
             lines = self._run(f"SELECT number, sample FROM samples WHERE number IN ({','.join('?' * len(some))})", some)
-            found |= {number: json.loads(sample) for number, sample in lines}
+            found |= {number: _read_sample(sample) for number, sample in lines}
         return found
 
     def _write(self, samples: dict[int, Any]) -> dict[int, Any]:
         lines = [(number, json.dumps(sample, default=_plain)) for number, sample in samples.items()]
         self._run("INSERT OR IGNORE INTO samples VALUES (?, ?)", lines, many=True)
-        return {number: json.loads(line) for number, line in lines}  # as another process reads them
+        return {number: _read_sample(line) for number, line in lines}  # as another process reads them
 
     def _run(self, statement: str, values: list, many: bool = False) -> list[tuple]:
         try:
             if getattr(self._local, "process", None) != os.getpid():  # a connection must not be used in a fork
+                self._local.inherited = getattr(self._local, "connection", None)  # which a fork must not even close
                 with locked(self.path):  # SQLite does not wait for another process that sets up the file
                     self._local.connection = self._connect()
                 self._local.process = os.getpid()
@@ -162,8 +160,10 @@ class Sizes:
         return len(self.texts)
 
     def __getitem__(self, samples: np.ndarray) -> np.ndarray:
-        found, none = self.texts.__getitems__(samples.tolist()), [0] * len(self.names)
-        sizes = [none if sample is None else [len(sample[name]) for name in self.names] - self.less for sample in found]
+        sizes, none = [], [-1] * len(self.names)
+        for start in range(0, len(samples), RECENT):  # of a whole split, too, the tokens never are in memory together
+            found = self.texts.__getitems__(samples[start : start + RECENT].tolist())
+            sizes += [none if sample is None else [len(sample[name]) for name in self.names] - self.less for sample in found]
         return np.array(sizes, np.int32)
 
     def max(self, axis: int = 0) -> np.ndarray:
@@ -201,7 +201,8 @@ def _plain(value: Any) -> Any:
     return value.tolist()
 
 
-def _numbers(sample: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _read_sample(line: str) -> dict[str, Any] | None:
+    sample = json.loads(line)
     return None if sample is None else {name: _number(value) for name, value in sample.items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
@@ -280,20 +280,32 @@ def _refusing_lost_cells() -> Iterator[None]:
         yield
 
 
-def check_texts(rows: datasets.Dataset, column: str, split: str, may_be_empty: bool = False) -> None:
-    """Raise DataError if a text is missing, is not a string, or is empty and must not be; the message names the first rows."""
+def check_texts(
+    rows: datasets.Dataset,
+    column: str,
+    split: str,
+    may_be_empty: bool = False,
+    row_of: Callable[[int], Any] | None = None,
+) -> None:
+    """Raise DataError if a text is missing, is not a string, or is empty and must not be; the message names the first rows.
+
+    Args:
+        row_of: translates an index to the row in the data, for the message; None: as ``row_numbers`` does.
+    """
     kind = rows.features[column]
     if getattr(kind, "dtype", None) not in ("string", "large_string"):
         raise DataError(f"Column {column!r} of the {split} split holds {getattr(kind, 'dtype', kind)}, not text.")
     if len(rows) < MIN_CACHED_ROWS:
-        _read_all(rows, column, split, may_be_empty)
+        _read_all(rows, column, split, may_be_empty, row_of)
         return
     cached_value(
         ["texts checked", rows._fingerprint, column, may_be_empty], lambda: _read_all(rows, column, split, may_be_empty)
     )
 
 
-def _read_all(rows: datasets.Dataset, column: str, split: str, may_be_empty: bool) -> None:
+def _read_all(
+    rows: datasets.Dataset, column: str, split: str, may_be_empty: bool, row_of: Callable[[int], Any] | None = None
+) -> None:
     try:
         batches = rows.select_columns([column]).iter(1000)  # row by row, it takes 30 times as long
         texts = chain.from_iterable(batch[column] for batch in batches)
@@ -302,7 +314,7 @@ def _read_all(rows: datasets.Dataset, column: str, split: str, may_be_empty: boo
         raise DataError(f"Column {column!r} of the {split} split is not UTF-8: {error}. Convert its file.") from error
     if empty:
         what = "no text" if may_be_empty else "an empty text"
-        numbers = row_numbers(rows, empty)
+        numbers = row_numbers(rows, empty) if row_of is None else [*map(row_of, empty)]
         more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
         raise DataError(
             f"The {split} split has {what} in column {column!r} at row {', '.join(map(str, numbers[:3]))}{more}. "

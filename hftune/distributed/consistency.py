@@ -162,9 +162,11 @@ def data_digests(task: Task, datasets: Mapping[str, Any]) -> dict[str, str]:
     for split in filter(datasets.__contains__, SPLITS):
         dataset, count = datasets[split], len(datasets[split])
         digest = sha256(content_digest(dataset).encode())
+        known: Any = range(count)
         if (lengths := task.lengths(dataset)) is not None:
-            digest.update(known_lengths(lengths)[1].tobytes())
-        batch = task.collate([dataset[index] for index in sorted({index * (count - 1) // 7 for index in range(8)})])
+            known, lengths = known_lengths(lengths)
+            digest.update(lengths.tobytes())
+        batch = task.collate([dataset[index] for index in sorted({int(known[n * (len(known) - 1) // 7]) for n in range(8)})])
         values = {name: _plain(value) if hasattr(value, "tolist") else repr(_plain(value)) for name, value in batch.items()}
         digest.update(pickle.dumps(values))
         digests[f"{split} data"] = f"all:{digest.hexdigest()}"

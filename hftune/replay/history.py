@@ -105,10 +105,11 @@ class History:
             raise ConfigError(f"{self.folder} has no step {step:,}: it has {min(self.ledger.steps):,} to {self.last:,}.")
 
     def samples_of(self, step: int) -> np.ndarray:
-        """Return the numbers of the training samples that a step uses, after the plan in its start line."""
+        """Return the numbers of the training samples that a step uses, after the plan in its start line and its own line."""
         plan = BatchPlan(**self.start_of(step)["plan"])
         epoch, place = divmod(step - 1, plan.num_steps)
-        return plan.epoch(epoch).samples(place)
+        samples, left_out = plan.epoch(epoch).samples(place), self.ledger.steps.get(step, {}).get("left_out", [])
+        return samples[~np.isin(samples, left_out)]
 
     def check_change(self, change: Change) -> None:
         """Refuse to change in the middle of a run what its weights have been trained with from the first step on.

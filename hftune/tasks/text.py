@@ -6,6 +6,7 @@ torch, transformers and datasets are imported inside the methods, so that mistyp
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
@@ -13,6 +14,7 @@ from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import chain, groupby
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hftune.config.keys import key
@@ -70,8 +72,9 @@ class TextTask(DatasetTask):
     samples are made of several rows or of parts of one, take all. auto: as_needed for splits of more than 128 MiB."""
     bad_rows: Literal["stop", "skip"] = key("stop", changes="data")
     """What happens to training rows that cannot be trained on, such as an empty text or an unknown label. stop: the first ends
-    the training. skip: each is left out of its step, in every epoch and on any number of processes; a note names it, and
-    ledger.jsonl. Training rows are then prepared as they are needed. Rows that are evaluated on must be good in any case."""
+    the training. skip: each is left out of its step, in every epoch and on any number of processes; ledger.jsonl names it, and
+    a note when it is first met. Training rows are then prepared as they are needed, and the classes must be named, by the data
+    or by label_names. Rows that are evaluated on must be good in any case."""
     vocab_size: int = key(4096, ge=100)
     """Vocabulary size of the tokenizer that is trained on the texts if model is null."""
 
@@ -152,7 +155,10 @@ class TextTask(DatasetTask):
         """The splits whose rows are checked and tokenized as they are needed."""
         if self.prepare == "all" or not self.prepares_as_needed:
             return frozenset()
-        least = LARGE_BYTES if self.prepare == "auto" else 0
+        if self.prepare == "auto" and not type(self).__module__.startswith("hftune."):
+            least = math.inf  # its methods may look at all rows
+        else:
+            least = LARGE_BYTES if self.prepare == "auto" else 0
         splits = {split for split, rows in self.unchecked_rows.items() if rows.data.nbytes >= least}
         return frozenset(splits | ({"train"} if self.bad_rows == "skip" else set()))
 
@@ -191,15 +197,17 @@ class TextTask(DatasetTask):
     def training_texts(self) -> Iterable[str]:
         """Yield the texts that the tokenizer of a new model is trained on: by default those of all text columns.
 
-        Of more than some 2^24 characters, evenly spread rows: more take minutes and make hardly another vocabulary.
+        Of ``rows_to_learn``: more take minutes and make hardly another vocabulary.
         """
+        return (text for column in self.text_columns_read for text in self.rows_to_learn(column)[column][:] if text)
+
+    def rows_to_learn(self, column: str) -> Dataset:
+        """Return training rows whose column has some 2^24 characters together: evenly spread ones, or all if it has less."""
         from hftune.batch_plan import spread
 
-        rows, columns = self.rows["train"], self.text_columns_read
-        few = rows.select(spread(len(rows), 1000))
-        mean = sum(len(text or "") for column in columns for text in few[column]) / len(few)
-        some = rows.select(spread(len(rows), max(1000, round(2**24 / max(mean, 1.0)))))
-        return (text for column in columns for text in some[column] if text)
+        rows = self.rows["train"]
+        mean = fmean(len(str(value)) for value in rows.select(spread(len(rows), 1000))[column][:])
+        return rows.select(spread(len(rows), max(1000, round(2**24 / mean))))
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
         """Tokenize some rows, given as lists of the values of each column.
@@ -242,7 +250,8 @@ class TextTask(DatasetTask):
         if split in self.later:
             longest = max(getattr(self, name) for name in self.length_keys)
             read = rows.select_columns([*dict.fromkeys(self.read_columns.values())])
-            return TextsAsNeeded(key, read, longest, partial(self._samples, split), lambda: self.targets(split))
+            key += [self.bad_rows]
+            return TextsAsNeeded(key, read, longest, partial(self._samples, split), partial(self.targets, split))
 
         def make() -> dict[str, Any]:
             targets, cores = self.targets(split), idle_cores(len(rows)) if self.encodes_in_python else 1
@@ -263,13 +272,14 @@ class TextTask(DatasetTask):
             return [None]
 
     def _checked(self, split: str, indices: list[int]) -> list[dict[str, Any] | None]:
-        from hftune.data.rows import select
+        from hftune.data.rows import check_texts, select
 
         part = copy(self)
-        part.later, part.rows = frozenset(), {**self.rows, split: select(self.rows[split], indices)}
-        part.mixed = None  # its rows are those of the split
-        part.check_rows({split: part.rows[split]})
-        columns = {**part.encoder(split)(part.rows[split][:]), **part.targets(split)}
+        part.rows = {**self.rows, split: (rows := select(self.rows[split], indices))}
+        for column in self.text_columns_read:
+            check_texts(rows, column, split, self.texts_may_be_empty, part.row_of(split))
+        targets = part.targets(split)
+        columns = {**part.encoder(split)(rows[:]), **targets}
         columns |= {"index": indices} if "index" in columns else {}
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
@@ -297,14 +307,15 @@ class TextTask(DatasetTask):
 
         messages, texts = self.row_notices(), self.text_columns_read
         if self.later:
-            return [
-                *messages,
-                f"The rows of {' and '.join(sorted(self.later))} are checked and tokenized when their step comes "
-                f"(task.prepare={self.prepare}): bad rows, long ones, and those in two splits are not known yet.",
-            ]
-        messages += notices.shared({split: own.select_columns(texts) for split, own in self.rows.items()}) if texts else []
+            splits = " and ".join(sorted(self.later))
+            messages.append(
+                f"Rows of {splits} are checked and tokenized when their step comes (task.prepare, task.bad_rows): bad, long "
+                "and repeated ones are not known yet."
+            )
+        elif texts:
+            messages += notices.shared({split: own.select_columns(texts) for split, own in self.rows.items()})
         lengths = " and ".join(f"task.{name}={getattr(self, name)}" for name in self.length_keys if hasattr(self, name))
-        has_flags = "cut" in datasets["train"][0]
+        has_flags = "train" not in self.later and "cut" in datasets["train"][0]
         return messages + (cut_notices(datasets, "cut", f"Texts longer than {lengths} tokens") if has_flags else [])
 
     # The model

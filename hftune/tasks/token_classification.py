@@ -100,7 +100,7 @@ class TokenClassification(TokenTask):
         return read_tags(self.rows[split], self._words, self._tags, split, self.row_of(split))
 
     def training_texts(self) -> list[str]:
-        return [" ".join(words) for words in self.rows["train"][self._words]]
+        return [" ".join(words) for words in self.rows_to_learn(self._words)[self._words][:] if words]
 
     @cached_property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -144,7 +144,7 @@ class TokenClassification(TokenTask):
         return [*super().notices(datasets, model), *self._classes.notices()]
 
     def class_counts(self, dataset: Any) -> dict[str, int]:
-        if self.later:
+        if "train" in self.later:
             return {}
         labels = dataset.column("labels").flat
         return self._classes.counts(labels[labels != NO_LABEL])

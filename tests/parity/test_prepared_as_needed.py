@@ -1,17 +1,21 @@
 """Samples made when their step comes: the same training, to the last bit, as when all are made first."""
 
 import json
+import pickle
 
 import numpy as np
 import pytest
 
-from hftune import Recipe, cli
+from hftune import ConfigError, DataError, Recipe, cli
+from hftune.data import as_needed
 from hftune.data.as_needed import TextsAsNeeded
-from hftune.data.demo import reviews
+from hftune.data.demo import entities, reviews
+from hftune.data.digest import content_digest, row_hashes
 from hftune.replay.audit import audit
 from hftune.replay.engine import Replayer
 from hftune.replay.history import History
 from hftune.replay.tolerance import difference
+from hftune.tasks import text
 from tests.support.runs import SMALL, Group, train_on
 
 OWN = (
@@ -141,9 +145,65 @@ def test_nothing_is_made_before_it_is_used_and_nothing_twice(tmp_path):
     assert lengths.tolist() == [len(texts[7]["input_ids"]), len(texts[3]["input_ids"])] and sorted(made) == [3, 7]
     other = Recipe.load("yelp_demo", *words).task.datasets()["train"]  # another process
     other._make = None
+    other = pickle.loads(pickle.dumps(other))  # as the workers of a loader get it
     assert other[7]["input_ids"].tolist() == texts[7]["input_ids"].tolist()
 
 
 def test_other_tasks_refuse_it_in_a_sentence(capsys):
     assert cli.main(["train", "recipe=language_modeling_demo", "task.prepare=as_needed"]) == 2
     assert "task.prepare=as_needed is not for LanguageModeling, whose samples are no single rows." in capsys.readouterr().err
+
+
+def test_bad_rows_of_other_tasks_are_named_and_skipped(tmp_path, capsys):
+    rows = entities("train")[:30]
+    rows[20] = {**rows[20], "ner_tags": ["B-XXX" for _ in rows[20]["ner_tags"]]}
+    rows[21] = {**rows[21], "ner_tags": rows[21]["ner_tags"][:-1]}
+    few = write(tmp_path / "eval.jsonl", entities("eval")[:5])
+    words = ("task.dataset=null", f"task.data_files={{train: {write(tmp_path / 'rows.jsonl', rows)}, eval: {few}}}")
+    words = (
+        *words,
+        f"output_dir={tmp_path / 'run'}",
+        f"task.label_names={sorted({tag for row in rows[:20] for tag in row['ner_tags']})}",
+    )
+    lengths = {}
+    for bad in ("skip", "stop"):  # what the first has kept of bad rows is not for the other one
+        task = Recipe.load("token_classification_demo", *words, f"task.bad_rows={bad}", "task.prepare=as_needed").task
+        lengths[bad] = task.lengths(task.datasets()["train"])
+    assert np.flatnonzero(lengths["skip"][np.arange(30)] < 0).tolist() == [20, 21]
+    assert capsys.readouterr().out.count("note: A row is left out (task.bad_rows=skip): ") == 2
+    with pytest.raises(DataError, match="Row 20 of the train split has the label 'B-XXX'"):
+        lengths["stop"][np.array([3, 20])]
+
+
+def test_rows_of_a_mixture_are_named_by_their_data_set(tmp_path):
+    rows = reviews("train")[:40]
+    rows[33]["text"] = " "
+    files = [write(tmp_path / name, own) for name, own in {"a.jsonl": rows[:30], "b.jsonl": rows[30:]}.items()]
+    words = (*OWN, f"task.datasets=[{{data_files: {files[0]}}}, {{data_files: {files[1]}}}]", f"output_dir={tmp_path / 'run'}")
+    for when in ("all", "as_needed"):
+        with pytest.raises(DataError, match=r"b\.jsonl.*row 3\b|row 3\b.*b\.jsonl"):
+            task = Recipe.load("yelp_demo", *words, f"task.prepare={when}").task
+            data = task.datasets()["train"]
+            task.lengths(data)[np.arange(len(data))]
+
+
+def test_large_splits_are_prepared_as_needed_by_themselves_and_the_largest_are_not_hashed(tmp_path, monkeypatch):
+    path = write(tmp_path / "rows.jsonl", reviews("train")[:100])
+    words = (*OWN, f"task.data_files.train={path}", f"output_dir={tmp_path / 'run'}")
+    assert not Recipe.load("yelp_demo", *words).task.later
+    monkeypatch.setattr(text, "LARGE_BYTES", 100)
+    data = Recipe.load("yelp_demo", *words).task.datasets()["train"]
+    assert isinstance(data, TextsAsNeeded) and [*data.contents()] == ["rows"] and row_hashes(data).shape == (len(data), 16)
+    monkeypatch.setattr(as_needed, "HASHED_BYTES", 100)
+    assert [*data.contents()] == ["some rows"] and row_hashes(data) is None
+    assert content_digest(data) == content_digest(data)
+
+
+def test_store_that_cannot_be_used_is_said_in_a_sentence(tmp_path):
+    path = write(tmp_path / "rows.jsonl", reviews("train")[:20])
+    words = (*OWN, f"task.data_files.train={path}", "task.prepare=as_needed", f"output_dir={tmp_path / 'run'}")
+    data = Recipe.load("yelp_demo", *words).task.datasets()["train"]
+    data.path.write_text("no database")
+    with pytest.raises(ConfigError, match=r"\.sqlite, in the cache of prepared data, cannot be used: .* Remove it"):
+        data[0]
+    data.path.unlink()

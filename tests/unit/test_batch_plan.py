@@ -327,21 +327,26 @@ def test_a_step_asks_for_the_lengths_of_its_own_samples_only(plan):
 
 
 def test_sample_without_a_length_is_left_out_of_its_step():
-    plan = BatchPlan(6, 3, lengths=np.array([4, 0, 2, 0, 0, 1]), shuffle=False, micro_batch_size=2)
+    plan = BatchPlan(6, 3, lengths=np.array([4, -1, 2, -1, -1, 1]), shuffle=False, micro_batch_size=2)
     assert [part.samples.tolist() for part in plan.epoch(0)[0]] == [[0, 2]]
     assert [part.samples.tolist() for part in plan.epoch(0)[1]] == [[5]]
     assert by_length(plan.lengths).tolist() == [5, 2, 0]
-    nothing = BatchPlan(4, 2, lengths=Lazy(np.array([1, 1, 0, 0])), shuffle=False)
+    nothing = BatchPlan(4, 2, lengths=Lazy(np.array([1, 1, -1, -1])), shuffle=False)
     with pytest.raises(DataError, match="None of the 2 rows of a step"):
         nothing.epoch(0)[1]
     with pytest.raises(DataError, match="None of 3 training rows that were looked at"):
-        known_lengths(np.zeros(3, np.int32))
+        known_lengths(np.full(3, -1))
 
 
 def test_sample_that_no_micro_batch_can_hold_is_refused_when_its_step_comes():
     plan = BatchPlan(4, 2, micro_batch_tokens=5, lengths=Lazy(np.array([2, 2, 9, 1])), shuffle=False)
     assert len(plan.epoch(0)[0]) == 1
     with pytest.raises(ConfigError, match="micro_batch_tokens=5 cannot hold sample 2 with its 9 tokens"):
+        plan.epoch(0)[1]
+    sizes = Lazy(np.array([[2, 2], [3, 1], [1, 1], [4, 5]]))
+    plan = BatchPlan(4, 2, micro_batch_tokens=8, lengths=Lazy(sizes.lengths.sum(1)), sizes=sizes, shuffle=False)
+    assert sum(len(part.samples) for part in plan.epoch(0)[0]) == 2
+    with pytest.raises(ConfigError, match="micro_batch_tokens=8 cannot hold sample 3 with its 9 tokens"):
         plan.epoch(0)[1]
 
 
