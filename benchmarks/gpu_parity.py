@@ -59,10 +59,10 @@ def main() -> int:
             print(*row, file=sys.stderr, flush=True)
     title = f"{device_name()}; losses of {options.steps} steps and an evaluation against the CPU's"
     table = print_table(title, ("recipe", "float32", "bf16", "resumed"), rows)
-    trained = [row for row in rows if len(row) == 4 and row[3] in ("bit-equal", "differs")]
+    trained = [row for row in rows if row[1] != "failed"]
     worst = [max((float(row[column]) for row in trained), default=float("nan")) for column in (1, 2)]
     equal = sum(row[3] == "bit-equal" for row in trained)
-    what = f"{len(rows)} demo recipes on one {device_name()}"
+    what = f"{len(trained)} demo recipes on one {device_name()}"
     figures = {
         f"{what}: largest relative difference of a loss to the CPU's": f"float32 {worst[0]:.1e}, bf16 {worst[1]:.1e}",
         f"{what}, killed with SIGKILL and resumed in bf16": f"{equal} bit-equal",

@@ -207,7 +207,7 @@ class TextTask(DatasetTask):
 
         rows = self.rows["train"]
         mean = fmean(len(str(value)) for value in rows.select(spread(len(rows), 1000))[column][:])
-        return rows.select(spread(len(rows), max(1000, round(2**24 / mean))))
+        return rows.select(spread(len(rows), max(1000, round(2**24 / max(mean, 1.0)))))
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
         """Tokenize some rows, given as lists of the values of each column.

@@ -9,24 +9,17 @@ from safetensors.torch import load_file
 from hftune import cli
 from hftune.data.demo import paragraphs, reviews
 from hftune.replay.audit import audit
-from tests.support.runs import SMALL, train_on
+from tests.support.runs import SMALL, three_files, train_on
 
 WORLD_SIZES = (1, 2, 4)
 OWN = (*SMALL, "task.dataset=null", "task.max_train_samples=null", "task.max_eval_samples=null", "train.epochs=2")
-
-
-def write(path, rows):
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return path
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     rows = reviews("train")[:100]
-    whole, many, few = (
-        write(folder / f"{name}.jsonl", own) for name, own in {"all": rows, "many": rows[:75], "few": rows[75:]}.items()
-    )
+    whole, many, few = three_files(folder, rows)
     parts = f"[{{data_files: {many}, weight: 0.5}}, {{data_files: {few}, weight: 2}}]"
     mixed = (*OWN, f"task.datasets={parts}", "task.eval_share=0.2", "train.micro_batch_size=4")
     jobs = {

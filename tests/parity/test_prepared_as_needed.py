@@ -16,7 +16,7 @@ from hftune.replay.engine import Replayer
 from hftune.replay.history import History
 from hftune.replay.tolerance import difference
 from hftune.tasks import text
-from tests.support.runs import SMALL, Group, train_on
+from tests.support.runs import SMALL, Group, three_files, train_on, write_jsonl
 
 OWN = (
     *SMALL,
@@ -41,18 +41,11 @@ def with_bad_rows(rows):
     return [{**row, **changes.get(index, {})} for index, row in enumerate(rows)]
 
 
-def write(path, rows):
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return path
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     rows = reviews("train")[:100]
-    whole, many, few = (
-        write(folder / f"{name}.jsonl", own) for name, own in {"all": rows, "many": rows[:75], "few": rows[75:]}.items()
-    )
+    whole, many, few = three_files(folder, rows)
     mixture = f"task.datasets=[{{data_files: {many}, weight: 0.5}}, {{data_files: {few}, weight: 2}}]"
     files = f"task.data_files.train={whole}"
     found = {}
@@ -66,7 +59,7 @@ def runs(tmp_path_factory):
         for demo in OTHERS if size == 2 else ():
             for when in ("all", "as_needed"):
                 jobs[f"{demo} {when}"] = (f"recipe={demo}", *short, f"task.prepare={when}")
-        bad = write(folder / "bad.jsonl", with_bad_rows(rows))
+        bad = write_jsonl(folder / "bad.jsonl", with_bad_rows(rows))
         skipping = (*OWN, f"task.data_files={{train: {bad}, eval: {few}}}", "task.eval_share=null", "task.bad_rows=skip")
         jobs["skipping"] = skipping
         jobs["skipping, stopped"] = skipping
@@ -125,7 +118,7 @@ def test_step_with_a_row_left_out_is_replayed(runs):
 def test_bad_row_is_named_in_one_sentence(tmp_path, size):
     rows = reviews("train")[:100]
     rows[70]["text"] = "  "
-    words = (*OWN, f"task.data_files.train={write(tmp_path / 'rows.jsonl', rows)}", f"output_dir={tmp_path / 'run'}")
+    words = (*OWN, f"task.data_files.train={write_jsonl(tmp_path / 'rows.jsonl', rows)}", f"output_dir={tmp_path / 'run'}")
     group = Group(size, [["yelp_demo", [*words, "task.prepare=as_needed"], None, {}]], tmp_path / "log", as_typed=True)
     assert 2 in (codes := set(group.wait())) and codes <= {2, -9}  # a launcher ends the other one
     said = (tmp_path / "log").read_text()
@@ -133,7 +126,7 @@ def test_bad_row_is_named_in_one_sentence(tmp_path, size):
 
 
 def test_nothing_is_made_before_it_is_used_and_nothing_twice(tmp_path):
-    path = write(tmp_path / "rows.jsonl", reviews("train")[:100])
+    path = write_jsonl(tmp_path / "rows.jsonl", reviews("train")[:100])
     words = (*OWN, f"task.data_files.train={path}", "task.prepare=as_needed", f"output_dir={tmp_path / 'run'}")
     task = Recipe.load("yelp_demo", *words).task
     made, texts = [], task.datasets()["train"]
@@ -158,8 +151,8 @@ def test_bad_rows_of_other_tasks_are_named_and_skipped(tmp_path, capsys):
     rows = entities("train")[:30]
     rows[20] = {**rows[20], "ner_tags": ["B-XXX" for _ in rows[20]["ner_tags"]]}
     rows[21] = {**rows[21], "ner_tags": rows[21]["ner_tags"][:-1]}
-    few = write(tmp_path / "eval.jsonl", entities("eval")[:5])
-    words = ("task.dataset=null", f"task.data_files={{train: {write(tmp_path / 'rows.jsonl', rows)}, eval: {few}}}")
+    few = write_jsonl(tmp_path / "eval.jsonl", entities("eval")[:5])
+    words = ("task.dataset=null", f"task.data_files={{train: {write_jsonl(tmp_path / 'rows.jsonl', rows)}, eval: {few}}}")
     words = (
         *words,
         f"output_dir={tmp_path / 'run'}",
@@ -178,7 +171,7 @@ def test_bad_rows_of_other_tasks_are_named_and_skipped(tmp_path, capsys):
 def test_rows_of_a_mixture_are_named_by_their_data_set(tmp_path):
     rows = reviews("train")[:40]
     rows[33]["text"] = " "
-    files = [write(tmp_path / name, own) for name, own in {"a.jsonl": rows[:30], "b.jsonl": rows[30:]}.items()]
+    files = [write_jsonl(tmp_path / name, own) for name, own in {"a.jsonl": rows[:30], "b.jsonl": rows[30:]}.items()]
     words = (*OWN, f"task.datasets=[{{data_files: {files[0]}}}, {{data_files: {files[1]}}}]", f"output_dir={tmp_path / 'run'}")
     for when in ("all", "as_needed"):
         with pytest.raises(DataError, match=r"b\.jsonl.*row 3\b|row 3\b.*b\.jsonl"):
@@ -188,7 +181,7 @@ def test_rows_of_a_mixture_are_named_by_their_data_set(tmp_path):
 
 
 def test_large_splits_are_prepared_as_needed_by_themselves_and_the_largest_are_not_hashed(tmp_path, monkeypatch):
-    path = write(tmp_path / "rows.jsonl", reviews("train")[:100])
+    path = write_jsonl(tmp_path / "rows.jsonl", reviews("train")[:100])
     words = (*OWN, f"task.data_files.train={path}", f"output_dir={tmp_path / 'run'}")
     assert not Recipe.load("yelp_demo", *words).task.later
     monkeypatch.setattr(text, "LARGE_BYTES", 100)
@@ -200,7 +193,7 @@ def test_large_splits_are_prepared_as_needed_by_themselves_and_the_largest_are_n
 
 
 def test_store_that_cannot_be_used_is_said_in_a_sentence(tmp_path):
-    path = write(tmp_path / "rows.jsonl", reviews("train")[:20])
+    path = write_jsonl(tmp_path / "rows.jsonl", reviews("train")[:20])
     words = (*OWN, f"task.data_files.train={path}", "task.prepare=as_needed", f"output_dir={tmp_path / 'run'}")
     data = Recipe.load("yelp_demo", *words).task.datasets()["train"]
     data.path.write_text("no database")

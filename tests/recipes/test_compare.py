@@ -8,7 +8,7 @@ from hftune import cli
 from hftune.data.demo import reviews
 from hftune.replay.comparison import compare
 from hftune.replay.run_record import read_run
-from tests.support.runs import SMALL, train_on
+from tests.support.runs import SMALL, train_on, write_jsonl
 
 OWN_OPTIMIZER = "import torch\n\n\nclass Mine(torch.optim.AdamW):\n    def __init__(self, params, lr):\n        super().__init__(params, lr, eps={eps})\n"
 PLANTED = {
@@ -23,24 +23,19 @@ PLANTED = {
 """What is planted: the step at which the run diverges, and what is named."""
 
 
-def write(path, rows):
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return path
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     rows = reviews("train")[:130]
-    clean = write(folder / "rows.jsonl", rows[:100])
-    flipped = write(
+    clean = write_jsonl(folder / "rows.jsonl", rows[:100])
+    flipped = write_jsonl(
         folder / "flipped.jsonl",
         [row | {"label": 4 - row["label"]} if index == 30 else row for index, row in enumerate(rows[:100])],
     )
     base = (
         *(word for word in SMALL if not word.startswith(("task.max_", "train.parts"))),
         *("task.dataset=null", "task.max_train_samples=null", "task.max_eval_samples=null", "train.micro_batch_size=8"),
-        *(f"task.data_files.train={clean}", f"task.data_files.eval={write(folder / 'eval.jsonl', rows[100:])}"),
+        *(f"task.data_files.train={clean}", f"task.data_files.eval={write_jsonl(folder / 'eval.jsonl', rows[100:])}"),
         *("train.lr=1e-3", "train.max_steps=8", "train.warmup_ratio=0.3", "eval.every=8", "checkpoint.every=never"),
     )
     (folder / "own.yaml").write_text("base: yelp_demo\ntrain: {optimizer: mine.Mine}\n")

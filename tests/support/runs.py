@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -50,6 +50,19 @@ QUICK_JAVA = {"JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
 TIMEOUT_S = 540.0
 NATIVE_CRASHES = {-signal.SIGABRT, -signal.SIGSEGV}
 """One in some ten thousand forks died of glibc's "double free or corruption" in the midst of saving, which could not be repeated."""
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write rows as a jsonl file."""
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def three_files(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[Path, Path, Path]:
+    """Write a file of all rows, one of the first three quarters, and one of the rest."""
+    parts = {"all": rows, "many": rows[: 3 * len(rows) // 4], "few": rows[3 * len(rows) // 4 :]}
+    whole, many, few = (write_jsonl(folder / f"{name}.jsonl", own) for name, own in parts.items())
+    return whole, many, few
 
 
 @dataclass
