@@ -26,9 +26,12 @@ SURVEYED = 4096
 prepared before training or as they are needed."""
 
 
-def spread(count: int, most: int = SURVEYED) -> np.ndarray:
-    """Return the numbers of at most ``most`` of ``count`` samples, evenly spread."""
-    return np.arange(count) if count <= most else np.arange(most) * count // most
+def spread(count: int, most: int = SURVEYED, run: int = 256) -> np.ndarray:
+    """Return the numbers of at most ``most`` of ``count`` samples: evenly spread runs of some, which are read together."""
+    if count <= most:
+        return np.arange(count)
+    starts = np.linspace(0, max(count - run, 0), -(-most // run)).astype(int)
+    return np.unique(np.minimum(starts[:, None] + np.arange(run), count - 1))[:most]
 
 
 def known_lengths(lengths: Any, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -86,8 +89,9 @@ class BatchPlan:
         batch_size: samples of one optimizer step over all processes.
         micro_batch_size: maximum number of samples in one forward pass; None for no bound.
         micro_batch_tokens: maximum number of padded tokens (samples x padded length) in one forward pass; None for no bound.
-        lengths: one length per sample (int, at least 1), an array or something that arrays of sample numbers index, and whose
-            ``max`` is at least the largest; -1 of a sample that is left out of its step. None if all samples cost the same.
+        lengths: one length per sample (int, at least 1), an array or something that arrays of sample numbers index, whose
+            ``max`` is at least the largest, and which is told by ``expect`` what comes next; -1 of a sample that is left out of
+            its step. None if all samples cost the same.
         seed: of the shuffle.
         shuffle: False keeps dataset order, as evaluation does.
         sizes: (N, K) int, the parts of a sample that are padded separately, such as source and title, or height and width. The
@@ -102,6 +106,9 @@ class BatchPlan:
             samples and weight w is gone through again and again, each time in a new order, and an epoch takes the next w x n
             samples (rounded, at least one): with weight 0.5 each sample every other epoch, with 2 twice in each. None: an epoch
             has each sample once.
+        window: samples among which those of an epoch are shuffled, if that is not all of them: the groups are shuffled, and
+            then the samples of consecutive ones that have at least so many together. So a group is read once in an epoch.
+        groups: the number of samples of each group, in their order; required with ``window``.
 
     Raises:
         ConfigError: ``micro_batch_tokens`` without lengths, or fewer than a single sample has.
@@ -120,6 +127,8 @@ class BatchPlan:
     parts: int | None = None
     width: int | None = None
     mixture: Sequence[Sequence[Any]] | None = None
+    window: int | None = None
+    groups: Sequence[int] = ()
 
     def __post_init__(self):
         if self.mixture is not None and sum(count for count, _ in self.mixture) != self.num_samples:
@@ -202,7 +211,11 @@ class BatchPlan:
         if self.shuffle:
             # RandomState, not Generator: its stream is frozen for good (NEP 19), and a run may be resumed under a
             # newer numpy. The pair seeds Mersenne Twister's init_by_array, so epochs and seeds never overlap.
-            np.random.RandomState([self.seed % 2**32, epoch]).shuffle(order_N)
+            rng = np.random.RandomState([self.seed % 2**32, epoch])
+            if self.window is None or self.window >= len(order_N):
+                rng.shuffle(order_N)
+            else:
+                order_N = shuffled_in_windows(order_N, self.groups, self.window, rng)
         return EpochPlan(self, order_N)
 
     def _samples(self, epoch: int) -> np.ndarray:
@@ -229,6 +242,20 @@ def samples_in_passes(num_samples: int, first: int, last: int, seed: Sequence[in
     return np.concatenate(pieces)
 
 
+def shuffled_in_windows(samples_N: np.ndarray, groups: Sequence[int], window: int, rng: np.random.RandomState) -> np.ndarray:
+    """Shuffle ascending samples as ``BatchPlan.window`` says."""
+    parts = np.split(samples_N, np.searchsorted(samples_N, np.cumsum(groups)[:-1]))
+    parts = [parts[number] for number in rng.permutation(len(parts))]
+    shuffled_N, start, stop = np.concatenate(parts), 0, 0
+    for part in parts:
+        stop += len(part)
+        if stop - start >= window:
+            rng.shuffle(shuffled_N[start:stop])
+            start = stop
+    rng.shuffle(shuffled_N[start:])
+    return shuffled_N
+
+
 class EpochPlan(Sequence):
     """The steps of one epoch: ``epoch_plan[i]`` is the list of micro-batches of its i-th global batch."""
 
@@ -248,6 +275,8 @@ class EpochPlan(Sequence):
         plan, samples_B = self.plan, self.samples(step)
         if plan.lengths is None:
             return self._cut(samples_B, np.ones(len(samples_B), np.int64))
+        if not isinstance(plan.lengths, np.ndarray):
+            plan.lengths.expect(self.order_N, step * plan.batch_size)
         keys_B = -plan.lengths[samples_B].astype(np.int64) << 32 | samples_B
         keys_B.sort()  # longest first; equal lengths by sample number
         samples_B, lengths_B = (keys_B & 0xFFFFFFFF).astype(samples_B.dtype), -(keys_B >> 32)

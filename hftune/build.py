@@ -189,6 +189,7 @@ def plan_batches(recipe: Recipe, dataset: Any) -> BatchPlan:
         padded_length=recipe.task.padded_length,
         seed=recipe.seed,
         mixture=recipe.task.mixture(dataset),
+        **recipe.task.windows(dataset),
     )
 
 

@@ -36,6 +36,10 @@ class Hooks:
         """
         return None
 
+    def windows(self: Any, dataset: Any) -> Mapping[str, Any]:
+        """Return ``window`` and ``groups`` of the training data, see ``BatchPlan``; by default all samples are shuffled."""
+        return {}
+
     def optimizer(self: Any, model: nn.Module, config: Any) -> torch.optim.Optimizer | None:
         """Return an optimizer of your own for the model's trainable parameters; None, the default: ``train.optimizer``.
 

@@ -10,27 +10,32 @@ import json
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from platform import node
 from typing import Any, SupportsIndex
 
-import datasets
 import numpy as np
 from datasets.fingerprint import Hasher
 
 from hftune import __version__
 from hftune.batch_plan import spread
 from hftune.data.cache import ADVICE, cache_dir, locked
+from hftune.data.in_place import RowsInPlace
 from hftune.errors import ConfigError, DataError
 
 HASHED_BYTES = 2**30
 """Of rows that are hashed as a whole, for digests, which takes a few seconds; of more, some are, and no row has a hash."""
 RECENT = 4096
 """Samples that a process remembers, and once more: a step's lengths are asked for, then its samples."""
+PAGE_BYTES = 4096
+"""Of the file of samples."""
 AT_ONCE = 500
 """Samples that are made, or read, in one go."""
 SHARES = 4
 """In which a process makes the samples of a step, at least."""
+AHEAD = 2**17
+"""Samples whose rows are fetched before they are needed, as far as there is room for them."""
 WAIT_S = 60.0
 """For another process that writes samples, which takes it milliseconds."""
 
@@ -40,28 +45,36 @@ class TextsAsNeeded(Sequence):
 
     Args:
         key: what the samples depend on, hashed by content.
-        rows: what they are made of, one each.
+        rows: what they are made of, one each: a ``datasets.Dataset``, or ``RowsInPlace``.
         longest: what no sample has more tokens than.
         make: returns some of the samples, as dictionaries of numbers and lists of numbers; None for one that is left out.
         whole: returns whole columns of single values, by name.
+        most_bytes: that are kept. Then the older half is made again where it is asked for.
     """
 
     def __init__(
         self,
         key: Any,
-        rows: datasets.Dataset,
+        rows: Any,
         longest: int,
         make: Callable[[list[int]], Sequence[Mapping[str, Any] | None]],
         whole: Callable[[], Mapping[str, np.ndarray]],
+        most_bytes: float = float("inf"),
     ):
         # A file for each machine: SQLite's locks are not made for network file systems.
         self.path = cache_dir() / f"{Hasher.hash(['as needed', key, __version__])}.{node()}.sqlite"
-        self.rows, self.longest, self._make, self._whole = rows, longest, make, whole
+        self.rows, self.longest, self._make, self._whole, self._most_bytes = rows, longest, make, whole, most_bytes
+        self._looked: tuple[Any, int] = None, 0
         self._recent: dict[int, Any] = {}
         self._local = threading.local()
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the rows are read from their files when they are needed, so that a pass over all takes long."""
+        return isinstance(self.rows, RowsInPlace)
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:  # type: ignore[override]  # no slices
         (sample,) = self.__getitems__([range(len(self))[index]])
@@ -82,6 +95,14 @@ class TextsAsNeeded(Sequence):
         self._recent = {**recent, **found}
         return [found[index] for index in wanted]
 
+    def expect(self, order_N: np.ndarray, start: int) -> None:
+        """Have the rows fetched that are elsewhere and needed next: those of the samples from a place of an order on."""
+        order, place = self._looked
+        if self.is_in_place and self.rows.blocks and (order is not order_N or start >= place):
+            self._looked = order_N, start + AHEAD // 8
+            next_N = order_N[start : start + AHEAD]
+            self.rows.expect(next_N[~np.isin(next_N, self._kept(next_N.tolist()))])
+
     def column(self, name: str) -> np.ndarray:
         """Return a whole column with one value per sample."""
         return self._whole()[name]
@@ -90,7 +111,8 @@ class TextsAsNeeded(Sequence):
         return self.contents_by_row() or {"some rows": self.rows.select(spread(len(self)))}
 
     def contents_by_row(self) -> Mapping[str, Any]:
-        return {"rows": self.rows} if self.rows.data.nbytes < HASHED_BYTES else {}
+        is_fetched = self.is_in_place and self.rows.blocks
+        return {"rows": self.rows} if self.rows.data.nbytes < HASHED_BYTES and not is_fetched else {}
 
     def _shares(self, indices: list[int]) -> list[list[int]]:
         """Cut samples into shares, and begin with one that most other processes do not begin with."""
@@ -109,10 +131,18 @@ class TextsAsNeeded(Sequence):
             found |= {number: _read_sample(sample) for number, sample in lines}
         return found
 
+    def _kept(self, indices: list[int]) -> list[int]:
+        cut = [indices[start : start + AT_ONCE] for start in range(0, len(indices), AT_ONCE)]
+        found = [self._run(f"SELECT number FROM samples WHERE number IN ({','.join('?' * len(some))})", some) for some in cut]
+        return [number for lines in found for (number,) in lines]
+
     def _write(self, samples: dict[int, Any]) -> dict[int, Any]:
-        lines = [(number, json.dumps(sample, default=_plain)) for number, sample in samples.items()]
-        self._run("INSERT OR IGNORE INTO samples VALUES (?, ?)", lines, many=True)
-        return {number: _read_sample(line) for number, line in lines}  # as another process reads them
+        lines = [(number, json.dumps(sample, default=_plain), time.time()) for number, sample in samples.items()]
+        self._run("INSERT OR IGNORE INTO samples VALUES (?, ?, ?)", lines, many=True)
+        used = "page_count - freelist_count FROM pragma_page_count, pragma_freelist_count"
+        if self._run(f"SELECT {used}", [])[0][0] * PAGE_BYTES > self._most_bytes:
+            self._run("DELETE FROM samples WHERE made <= (SELECT avg(made) FROM samples)", [])
+        return {number: _read_sample(line) for number, line, _ in lines}  # as another process reads them
 
     def _run(self, statement: str, values: list, many: bool = False) -> list[tuple]:
         try:
@@ -134,16 +164,19 @@ class TextsAsNeeded(Sequence):
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, timeout=WAIT_S, isolation_level=None)
+        connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=OFF")  # what a machine that crashes loses is made again
-        connection.execute("CREATE TABLE IF NOT EXISTS samples (number INTEGER PRIMARY KEY, sample TEXT NOT NULL)")
+        columns = "number INTEGER PRIMARY KEY, sample TEXT NOT NULL, made REAL NOT NULL"
+        connection.execute(f"CREATE TABLE IF NOT EXISTS samples ({columns})")
+        connection.execute("CREATE INDEX IF NOT EXISTS by_age ON samples (made)")
         return connection
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_local", "_recent")}
+        return {name: value for name, value in vars(self).items() if name not in ("_local", "_recent", "_looked")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _local=threading.local(), _recent={})
+        vars(self).update(state, _local=threading.local(), _recent={}, _looked=(None, 0))
 
 
 class Sizes:
@@ -191,6 +224,10 @@ class Lengths:
 
     def __getitem__(self, samples: np.ndarray) -> np.ndarray:
         return self.sizes[samples].sum(1, dtype=np.int32)
+
+    def expect(self, order_N: np.ndarray, start: int) -> None:
+        """Say in which order samples will be asked for, and from which place of it on."""
+        self.sizes.texts.expect(order_N, start)
 
     def max(self) -> int:
         """Return what no length exceeds."""

@@ -90,13 +90,15 @@ def one_at_a_time(key: Any, on_wait: Callable[[], None] = lambda: None) -> Itera
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of an entry, a file whose name ends in .lock."""
+def locked(path: Path, wait: bool = True) -> Iterator[None]:
+    """Hold the lock of an entry, a file whose name ends in .lock. Without waiting, raise Timeout if it is held."""
     lock = FileLock(path.with_suffix(".lock"))
     with explained():
         try:
-            lock.acquire(timeout=5)
+            lock.acquire(timeout=5 if wait else 0)
         except Timeout:
+            if not wait:
+                raise
             _on_wait.get()()
             lock.acquire()
     try:
@@ -222,6 +224,19 @@ def _checksum(path: Path) -> str:
     return f"{len(content)} {hasher.hexdigest()}"
 
 
+def saying(note: str, total: int, unit: str = "rows") -> Callable[[int], None]:
+    """Return what to call with how much is done: it prints a line each SAY_S, which a log needs where there is no bar."""
+    said = time.monotonic()
+
+    def say(done: int) -> None:
+        nonlocal said
+        if time.monotonic() - said > SAY_S:
+            print(f"{note}: {done:,} of {total:,} {unit}", flush=True)
+            said = time.monotonic()
+
+    return say
+
+
 def mapped(
     dataset: datasets.Dataset, function: Callable, note: str, processes: int = 1, numbered: bool = False, **fn_kwargs: Any
 ) -> datasets.Dataset:
@@ -232,20 +247,19 @@ def mapped(
         processes: number of processes that share the work; see ``idle_cores``.
         numbered: pass the indices of the rows as well, as the second argument.
     """
-    name, done, said = f".mapped-{uuid4().hex}", 0, time.monotonic()
+    name, done, say = f".mapped-{uuid4().hex}", 0, saying(note, len(dataset))
 
-    def saying(rows: Mapping[str, list], *numbers: Any, **others: Any) -> Any:
-        nonlocal done, said
+    def said(rows: Mapping[str, list], *numbers: Any, **others: Any) -> Any:
+        nonlocal done
         made = function(rows, *numbers, **others)
         done += len(next(iter(rows.values())))
-        if datasets.are_progress_bars_disabled() and time.monotonic() - said > SAY_S:
-            print(f"{note}: {done:,} of {len(dataset):,} rows", flush=True)
-            said = time.monotonic()
+        if datasets.are_progress_bars_disabled():
+            say(done)
         return made
 
     try:
         return dataset.map(
-            saying if processes == 1 else function,
+            said if processes == 1 else function,
             batched=True,
             with_indices=numbered,
             fn_kwargs=fn_kwargs,

@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 import xxhash
 
 from hftune.data.cache import cached_arrays
+from hftune.data.in_place import RowsInPlace
 from hftune.data.row_hashes import BYTES
 from hftune.data.tokenized import Ragged
 from hftune.errors import DataError
@@ -73,7 +74,7 @@ class _Hasher:
 
 
 def _add(hasher: _Hasher, name: str, value: Any) -> None:
-    if isinstance(value, datasets.Dataset):
+    if isinstance(value, datasets.Dataset | RowsInPlace):
         _add_rows(hasher, name, value)
     elif (array := _as_array(value)) is not None:
         _add_array(hasher, name, array)
@@ -281,7 +282,7 @@ def _joined(columns: Mapping[str, Iterable[bytes]]) -> Iterator[bytes]:
 
 
 def _digests(part: Any) -> Iterable[bytes]:
-    if isinstance(part, datasets.Dataset):
+    if isinstance(part, datasets.Dataset | RowsInPlace):
         batches = part.with_format("arrow").iter(ROWS)
         by_column = (
             {name: _column_digests(_in_one_piece(batch.column(name))) for name in batch.column_names} for batch in batches

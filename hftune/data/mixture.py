@@ -5,7 +5,7 @@ How often each row is used in an epoch follows from the weights; see ``BatchPlan
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,6 +14,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
+from hftune.data.in_place import RowsInPlace
 from hftune.data.rows import load_split, row_numbers
 from hftune.data.sources import Source, mixture_name
 from hftune.errors import DataError, did_you_mean
@@ -35,6 +36,8 @@ class Mixture:
         Raises:
             DataError: no row of a data set is left.
         """
+        if len(kept) == self._ends[-1]:
+            return [*map(len, self.sources)]
         places_N = np.searchsorted(self._ends, row_numbers(kept, range(len(kept))), side="right")
         sizes = np.bincount(places_N, minlength=len(self.sources)).tolist()
         if 0 in sizes:
@@ -57,14 +60,23 @@ class Mixture:
         return [*accumulate(map(len, self.sources))]
 
 
-def load_mixture(entries: Sequence[Mapping[str, Any]], sources: Sequence[Source]) -> Mixture:
+def load_mixture(
+    entries: Sequence[Mapping[str, Any]], sources: Sequence[Source], in_place: Callable[[Source, str], RowsInPlace | None]
+) -> Mixture:
     """Load the data sets of ``task.datasets``, which come from ``sources``.
+
+    Args:
+        in_place: returns the rows of a source and split that are read where they are; None: they are loaded.
 
     Raises:
         DataError: one of them cannot be loaded, lacks a column, or holds something else in a column of the same name.
     """
     names = [mixture_name(entry, index) for index, entry in enumerate(entries)]
-    loaded = [_load(entry, source, name) for entry, source, name in zip(entries, sources, names, strict=True)]
+    found = [
+        in_place(source, "train") or load_split(source, "train", str(entry.get("split", "train")))
+        for entry, source in zip(entries, sources, strict=True)
+    ]
+    loaded = [_renamed(*each) for each in zip(entries, sources, found, names, strict=True)]
     common = [column for column in loaded[0].column_names if all(column in rows.column_names for rows in loaded)]
     if not common:
         listed = "; ".join(f"{name} has {', '.join(rows.column_names)}" for name, rows in zip(names, loaded, strict=True))
@@ -74,8 +86,7 @@ def load_mixture(entries: Sequence[Mapping[str, Any]], sources: Sequence[Source]
     return Mixture(names, weights, loaded)
 
 
-def _load(entry: Mapping[str, Any], source: Source, name: str) -> datasets.Dataset:
-    rows = load_split(source, "train", str(entry.get("split", "train")))
+def _renamed(entry: Mapping[str, Any], source: Source, rows: datasets.Dataset, name: str) -> datasets.Dataset:
     renamed = {column: ours for ours, column in (entry.get("columns") or {}).items()}
     for column, ours in renamed.items():
         if column not in rows.column_names:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
@@ -23,10 +23,12 @@ from huggingface_hub.utils import httpx
 
 from hftune.config.importing import import_named
 from hftune.data import idx
+from hftune.data.addresses import File, find_files
 from hftune.data.cache import cached_value
 from hftune.data.digest import MIN_CACHED_ROWS, content_digest
-from hftune.data.files import FILE_FORMATS, NOT_UTF8, SURPLUS, file_format, local_files
+from hftune.data.files import NOT_UTF8, SURPLUS, local_files
 from hftune.data.hub import failure, fetch
+from hftune.data.in_place import ReadRows, RowsInPlace
 from hftune.data.labels import read_labels
 from hftune.data.sources import INSTEAD, NO_EVAL_DATA, Source
 from hftune.data.splits import Split
@@ -52,11 +54,8 @@ def load_split(source: Source, split: str, source_split: str = "") -> datasets.D
     """
     try:
         if source.kind == "files":
-            files = source.files[split]
-            patterns = [files] if isinstance(files, str) else files
-            paths = [str(Path(path).expanduser()) if path.startswith("~") else path for path in patterns]
-            kind = source.dataset if source.dataset in FILE_FORMATS else file_format(paths[0])
-            rows = load_files(kind, f"{source.files_key(split)}={files}", paths, split)
+            kind, named = source.format_of(split), f"{source.files_key(split)}={source.files[split]}"
+            rows = load_files(kind, named, source.paths(split), split, options=source.options)
         elif source.kind == "function":
             rows = _from_function(source.dataset, split)
         elif source.kind == "hub":
@@ -109,6 +108,8 @@ def take(
 def select(rows: datasets.Dataset, indices: Sequence[int] | np.ndarray) -> datasets.Dataset:
     """Return some rows, whose numbers ``row_numbers`` knows."""
     selected = rows.select(indices)
+    if isinstance(selected, RowsInPlace):
+        return selected
     # Of consecutive rows, datasets returns a slice that has forgotten their numbers.
     return rows._select_with_indices_mapping(indices) if selected._indices is None else selected
 
@@ -145,27 +146,35 @@ def _has_stray_quotes(path: str) -> bool:
     return False
 
 
-def load_files(kind: str, source: str, files: Sequence[str], split: str, as_written: bool = False) -> datasets.Dataset:
+def load_files(
+    kind: str, source: str, files: Sequence[str], split: str, as_written: bool = False, options: Mapping[str, Any] | None = None
+) -> datasets.Dataset:
     """Call ``load`` for files of one of the formats of ``FORMAT_OF``.
 
     Args:
         as_written: of csv and tsv files, leave all cells the texts that they are.
+        options: see ``Source.options``. Files that are elsewhere are downloaded.
 
     Raises:
         DataError: they cannot be loaded, hold texts that are not UTF-8, or rows of a csv file have been lost.
     """
+    elsewhere: dict[str, Any] = {}
+    if any("://" in file for file in files):
+        elsewhere, files = {"storage_options": dict(options or {})}, find_files(files, options or {})
+        for file in files:
+            File.found(file, options or {})  # unlike datasets, it says why a file cannot be read
     if kind not in ("csv", "tsv"):
-        rows = load(kind, source, data_files={split: files}, split=split)
+        rows = load(kind, source, data_files={split: files}, split=split, **elsewhere)
         if kind != "text" and len(rows):  # pyarrow reads the others without looking at their characters
             cached_value(["is UTF-8", rows._fingerprint], lambda: _check_characters(rows, source))
         return rows
     separator = "\t" if kind == "tsv" else ","
     texts = _text_columns(files, separator, as_written)
     if as_written and texts:  # a type for all 10,000s of rows: of one without a text, pandas could not tell
-        options: dict[str, Any] = {"features": datasets.Features(dict.fromkeys(texts, datasets.Value("large_string")))}
+        cells: dict[str, Any] = {"features": datasets.Features(dict.fromkeys(texts, datasets.Value("large_string")))}
     else:
-        options = {"converters": dict.fromkeys(texts, _as_written)}
-    rows = load("csv", source, data_files={split: files}, split=split, sep=separator, **options)
+        cells = {"converters": dict.fromkeys(texts, _as_written)}
+    rows = load("csv", source, data_files={split: files}, split=split, sep=separator, **cells, **elsewhere)
     row = _swallowing_row(rows, separator)
     # Texts of several lines are usual in csv files, whose writers quote them well.
     if row is not None and (separator == "\t" or any(map(_has_stray_quotes, chain.from_iterable(map(local_files, files))))):
@@ -324,6 +333,8 @@ def _read_all(
 
 def row_numbers(rows: datasets.Dataset, indices: Sequence[int]) -> list[int]:
     """Return the 0-based rows of the original file, for these indices of a (possibly subsampled) data set."""
+    if isinstance(rows, RowsInPlace | ReadRows):
+        return list(indices) if rows.numbers is None else rows.numbers[np.asarray(indices, np.int64)].tolist()
     table = rows._indices
     return list(indices) if table is None else table.column(0).take(np.asarray(indices, np.int64)).to_pylist()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ class Source:
     """Key of the recipe whose keys name it: task, or task.datasets[0]. Or the option of a command."""
     instead: str = INSTEAD
     """Keys to set if the Hub cannot be reached, for messages."""
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """What fsspec is given to reach files that are elsewhere, such as credentials."""
 
     @property
     def kind(self) -> str:
@@ -78,6 +80,16 @@ class Source:
     def named(self) -> str:
         """Return key and value, as messages name the data set."""
         return f"{self.dataset_key}{' ' if self.key.startswith('--') else '='}{self.dataset}"
+
+    def paths(self, split: str) -> list[str]:
+        """Return the paths, addresses and globs of the files of a split."""
+        files = (self.files or {})[split]
+        paths = [files] if isinstance(files, str) else files
+        return [str(Path(path).expanduser()) if path.startswith("~") else path for path in paths]
+
+    def format_of(self, split: str) -> str | None:
+        """Return the format of these files."""
+        return self.dataset if self.dataset in FILE_FORMATS else file_format(self.paths(split)[0])
 
     def files_key(self, split: str) -> str:
         """Return the key that names the files of a split; an entry of task.datasets has files to train on only."""
@@ -177,8 +189,8 @@ def held_out_problems(task: Any) -> Iterator[str]:
 
 def held_out_key(task: Any) -> str | None:
     """Return the key by which a task holds out training rows, with its value; None if it holds out none."""
-    for name, field in {"eval_fold": "eval_fold", "eval_share": "held_out_share"}.items():
-        if (value := getattr(task, field, None)) is not None:
+    for name, attribute in {"eval_fold": "eval_fold", "eval_share": "held_out_share"}.items():
+        if (value := getattr(task, attribute, None)) is not None:
             return f"task.{name}={value}"
     return None
 
@@ -202,12 +214,12 @@ def mixture_name(entry: Mapping[str, Any], index: int) -> str:
     return named or str(entry.get("dataset") or f"task.datasets[{index}]")
 
 
-def mixture_source(entry: Mapping[str, Any], index: int, instead: str = INSTEAD) -> Source:
+def mixture_source(entry: Mapping[str, Any], index: int, instead: str, options: Mapping[str, Any]) -> Source:
     """Return the source that an entry of ``task.datasets`` names; all of it is trained on."""
     names = (entry.get("dataset"), entry.get("dataset_config"), entry.get("dataset_revision"))
     dataset, config, revision = (None if name is None else str(name) for name in names)
     files = {"train": entry["data_files"]} if entry.get("data_files") else None
-    return Source(dataset, files, None, config, revision, f"task.datasets[{index}]", instead)
+    return Source(dataset, files, None, config, revision, f"task.datasets[{index}]", instead, options)
 
 
 def mixture_problems(task: Any) -> Iterator[str]:

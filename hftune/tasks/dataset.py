@@ -41,6 +41,9 @@ class DatasetTask(Task):
     data_files: dict[str, Any] | None = key(None, changes="data", inside={"eval": "output", "test": "output"})
     """Your own files: data_files.train, data_files.eval and, optionally, data_files.test, each a path, a glob or a list of
     them. Used instead of dataset. Without eval, set eval_share, or eval.every=never."""
+    storage_options: dict[str, Any] = key(dict, changes="nothing", resume="harmless")
+    """What fsspec is given to reach data_files that are elsewhere, such as endpoint_url for s3://. By default, what the
+    environment says counts. A secret must be a reference, such as secret: ${oc.env:KEY}."""
     train_split: str = key("train", changes="data")
     """Split of the data set to train on."""
     eval_split: str | None = key("validation", changes="output")
@@ -96,7 +99,8 @@ class DatasetTask(Task):
     def source(self) -> Source:
         """Where the rows come from."""
         config, revision = self.dataset_config, self.dataset_revision
-        return Source(self.dataset, self.data_files, self.data_dir, config, revision, instead=self.instead_of_hub)
+        given = self.dataset, self.data_files, self.data_dir, config, revision
+        return Source(*given, instead=self.instead_of_hub, options=self.storage_options)
 
     @cached_property
     def model_commit(self) -> str | None:

@@ -233,8 +233,12 @@ class SequenceClassification(TextTask):
     def class_counts(self, dataset: Any) -> dict[str, int]:
         from hftune.data.tokenized import column_of
 
-        if self.labels is None or self.bad_rows == "skip":
-            return {}
+        if (
+            self.labels is None
+            or self.bad_rows == "skip"
+            or (getattr(dataset, "is_in_place", False) and self.class_weights != BALANCED)
+        ):
+            return {}  # as only a pass over all rows would tell
         labels = column_of(dataset, "label")
         if labels.ndim == 1:
             return self._classes.counts(labels)

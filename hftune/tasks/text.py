@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from hftune.data.addresses import Blocks
+    from hftune.data.in_place import RowsInPlace
     from hftune.data.mixture import Mixture
     from hftune.task import Batch
 
@@ -75,6 +77,12 @@ class TextTask(DatasetTask):
     the training. skip: each is left out of its step, in every epoch and on any number of processes; ledger.jsonl names it, and
     a note when it is first met. Training rows are then prepared as they are needed, and the classes must be named, by the data
     or by label_names. Rows that are evaluated on must be good in any case."""
+    shuffle_window: int | None = key(None, ge=1, changes="samples")
+    """Rows among which the rows of an epoch are shuffled, of parts of files that are shuffled as wholes: as many rows as their
+    parts need for reading each part once an epoch, of data in a bucket that do not fit into cache_gib. null: all rows."""
+    cache_gib: float = key(20.0, gt=0, changes="nothing", resume="harmless")
+    """Most GiB of the disk for parts of data_files that are elsewhere, or compressed as parquet is, and read as they are
+    needed; the parts that are needed last are removed."""
     vocab_size: int = key(4096, ge=100)
     """Vocabulary size of the tokenizer that is trained on the texts if model is null."""
 
@@ -118,7 +126,8 @@ class TextTask(DatasetTask):
     @cached_property
     def _mixed_sources(self) -> list[Source]:
         """Where the rows of each of ``datasets_`` come from."""
-        return [mixture_source(entry, index, self.instead_of_hub) for index, entry in enumerate(self.datasets_ or ())]
+        others = self.instead_of_hub, self.storage_options
+        return [mixture_source(entry, index, *others) for index, entry in enumerate(self.datasets_ or ())]
 
     def commits(self) -> dict[str, str]:
         mixed = {f"task.datasets.{index}.dataset": source.commit for index, source in enumerate(self._mixed_sources)}
@@ -129,14 +138,28 @@ class TextTask(DatasetTask):
         """What ``datasets_`` names."""
         from hftune.data.mixture import load_mixture
 
-        return load_mixture(self.datasets_, self._mixed_sources) if self.datasets_ else None
+        return load_mixture(self.datasets_, self._mixed_sources, self._in_place) if self.datasets_ else None
 
     def load_source(self, split: str, source_split: str) -> Dataset:
         if self.mixed is None or split != "train":
-            return super().load_source(split, source_split)
-        from datasets import concatenate_datasets
+            return self._in_place(self.source, split) or super().load_source(split, source_split)
+        from hftune.data.in_place import joined
 
-        return concatenate_datasets(list(self.mixed.sources))
+        return joined(self.mixed.sources)
+
+    def _in_place(self, source: Source, split: str) -> RowsInPlace | None:
+        """Return the rows of large files that need not be read before they are needed; None for others."""
+        if source.kind != "files" or self._least_later == math.inf or self.eval_fold is not None:
+            return None
+        from hftune.data.in_place import open_in_place
+
+        return open_in_place(source.format_of(split), source.paths(split), source.options, self._least_later, self._kept)
+
+    @cached_property
+    def _kept(self) -> Blocks:
+        from hftune.data.addresses import Blocks
+
+        return Blocks(self.cache_gib * 2**30)
 
     def mixture(self, dataset: Any) -> list[tuple[int, float]] | None:
         if self.mixed is None:
@@ -148,19 +171,38 @@ class TextTask(DatasetTask):
             )
         return [*zip(self.mixed.sizes(rows), self.mixed.weights, strict=True)]
 
+    def windows(self, dataset: Any) -> Mapping[str, Any]:
+        if self.shuffle_window is None:
+            return {}
+        if not getattr(dataset, "is_in_place", False):
+            raise ConfigError(
+                f"task.shuffle_window={self.shuffle_window} is for rows of jsonl and parquet files that are read when they are "
+                "needed. Set it to null, or set task.prepare=as_needed."
+            )
+        return {"window": self.shuffle_window, "groups": dataset.rows.groups(self.shuffle_window // 64)}
+
     # Tokens
+
+    @property
+    def _least_later(self) -> float:
+        """Bytes from which on the rows of a split are prepared as they are needed."""
+        if self.prepare == "all" or not self.prepares_as_needed:
+            return math.inf
+        if self.prepare == "auto" and not type(self).__module__.startswith("hftune."):
+            return math.inf  # its methods may look at all rows
+        return LARGE_BYTES if self.prepare == "auto" else 0
 
     @cached_property
     def later(self) -> frozenset[str]:
         """The splits whose rows are checked and tokenized as they are needed."""
-        if self.prepare == "all" or not self.prepares_as_needed:
-            return frozenset()
-        if self.prepare == "auto" and not type(self).__module__.startswith("hftune."):
-            least = math.inf  # its methods may look at all rows
-        else:
-            least = LARGE_BYTES if self.prepare == "auto" else 0
-        splits = {split for split, rows in self.unchecked_rows.items() if rows.data.nbytes >= least}
-        return frozenset(splits | ({"train"} if self.bad_rows == "skip" else set()))
+        from hftune.data.in_place import RowsInPlace
+
+        are_later = {
+            split: isinstance(rows, RowsInPlace) or rows.data.nbytes >= self._least_later
+            for split, rows in self.unchecked_rows.items()
+        }
+        skipping = {"train"} if self.bad_rows == "skip" else set()
+        return frozenset({split for split, is_later in are_later.items() if is_later} | skipping)
 
     def check_rows(self, rows: Mapping[str, Dataset]) -> None:
         from hftune.data.rows import check_texts
@@ -251,7 +293,8 @@ class TextTask(DatasetTask):
             longest = max(getattr(self, name) for name in self.length_keys)
             read = rows.select_columns([*dict.fromkeys(self.read_columns.values())])
             key += [self.bad_rows]
-            return TextsAsNeeded(key, read, longest, partial(self._samples, split), partial(self.targets, split))
+            most = self.cache_gib * 2**30
+            return TextsAsNeeded(key, read, longest, partial(self._samples, split), partial(self.targets, split), most)
 
         def make() -> dict[str, Any]:
             targets, cores = self.targets(split), idle_cores(len(rows)) if self.encodes_in_python else 1
@@ -261,10 +304,12 @@ class TextTask(DatasetTask):
 
     def _samples(self, split: str, indices: list[int]) -> list[dict[str, Any] | None]:
         """Check and tokenize some rows of a split. None for one that ``bad_rows`` leaves out."""
+        from hftune.data.addresses import SourceError
+
         try:
             return self._checked(split, indices)
         except DataError as error:
-            if self.bad_rows == "stop" or split != "train":
+            if self.bad_rows == "stop" or split != "train" or isinstance(error, SourceError):
                 raise
             if len(indices) > 1:
                 return [sample for index in indices for sample in self._samples(split, [index])]
@@ -272,10 +317,13 @@ class TextTask(DatasetTask):
             return [None]
 
     def _checked(self, split: str, indices: list[int]) -> list[dict[str, Any] | None]:
+        from hftune.data.in_place import RowsInPlace
         from hftune.data.rows import check_texts, select
 
-        part = copy(self)
-        part.rows = {**self.rows, split: (rows := select(self.rows[split], indices))}
+        part, rows = copy(self), select(self.rows[split], indices)
+        if isinstance(rows, RowsInPlace):
+            rows = rows.select_columns([*dict.fromkeys(self.read_columns.values())]).read()
+        part.rows = {**self.rows, split: rows}
         for column in self.text_columns_read:
             check_texts(rows, column, split, self.texts_may_be_empty, part.row_of(split))
         targets = part.targets(split)

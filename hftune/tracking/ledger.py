@@ -134,6 +134,8 @@ def plan_facts(plan: BatchPlan) -> dict[str, Any]:
     facts: dict[str, Any] = {"num_samples": plan.num_samples, "batch_size": plan.batch_size, "seed": plan.seed}
     if plan.mixture is not None:
         facts["mixture"] = [list(part) for part in plan.mixture]
+    if plan.window is not None:
+        facts |= {"window": plan.window, "groups": [*plan.groups]}
     bounds = {"micro_batch_size": plan.micro_batch_size, "micro_batch_tokens": plan.micro_batch_tokens}
     return {**bounds, "packed": plan.packed, "plan": facts}
 

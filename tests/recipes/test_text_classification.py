@@ -221,7 +221,7 @@ def test_yelp_is_what_it_was_before_it_built_on_text_classification():
         **{"train_split": "train", "eval_split": "test"},
         **{"max_train_samples": 5000, "max_eval_samples": 5000, "vocab_size": 4096, "max_length": 512},
         **{"problem_type": "single_label_classification", "text_column": "text", "label_column": "label"},
-        **{"label_names": names, "ordinal": True, "prepare": "auto", "bad_rows": "stop"},
+        **{"label_names": names, "ordinal": True, "prepare": "auto", "bad_rows": "stop", "cache_gib": 20.0},
     }
     changed = {name: value for name, value in vars(recipe.train).items() if value != getattr(TrainConfig(), name)}
     assert changed == {

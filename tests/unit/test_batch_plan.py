@@ -306,10 +306,13 @@ class Lazy:
     """Lengths that are known only where they are asked for."""
 
     def __init__(self, lengths):
-        self.lengths, self.asked = lengths, []
+        self.lengths, self.asked, self.expected = lengths, [], []
 
     def __len__(self):
         return len(self.lengths)
+
+    def expect(self, order, start):
+        self.expected.append(order[start:].tolist())
 
     def __getitem__(self, samples):
         self.asked += samples.tolist()
@@ -351,8 +354,48 @@ def test_sample_that_no_micro_batch_can_hold_is_refused_when_its_step_comes():
 
 
 def test_what_follows_from_lengths_follows_from_samples_spread_over_all():
-    assert spread(5).tolist() == [0, 1, 2, 3, 4] and spread(10, 4).tolist() == [0, 2, 5, 7]
+    assert spread(5).tolist() == [0, 1, 2, 3, 4] and spread(10, 4, run=1).tolist() == [0, 3, 6, 9]
     lengths = np.arange(1, 20_001)
     samples, known = known_lengths(Lazy(lengths))
     assert len(samples) == SURVEYED and samples[0] == 0 and samples[-1] > 19_990 and (known == lengths[samples]).all()
     assert len(known_lengths(lengths)[0]) == 20_000 and len(known_lengths(lengths, SURVEYED)[0]) == SURVEYED
+
+
+def test_samples_are_shuffled_in_windows_of_groups_that_are_shuffled():
+    groups = [30, 5, 40, 25, 50, 50]
+    plan = BatchPlan(200, 8, window=60, groups=groups, seed=3)
+    owner = np.repeat(np.arange(6), groups)
+    for epoch in range(3):
+        order = plan.epoch(epoch).order_N
+        assert sorted(order.tolist()) == [*range(200)]
+        spans = [(places.min(), places.max()) for places in (np.flatnonzero(owner[order] == group) for group in range(6))]
+        firsts = sorted({first for first, _ in spans})
+        # Groups of one window are mixed, and those of different ones are apart, so that each is read once.
+        sizes = np.diff([*[first for first in firsts if all(last < first or begin >= first for begin, last in spans)], 200])
+        assert (sizes[:-1] >= 60).all() and len(sizes) >= 2
+        assert order.tolist() != plan.epoch(epoch + 1).order_N.tolist()
+    assert plan.epoch(1).order_N.tolist() == BatchPlan(200, 16, window=60, groups=groups, seed=3).epoch(1).order_N.tolist()
+
+
+def test_window_of_all_samples_is_the_usual_shuffle():
+    wide = BatchPlan(200, 8, window=200, groups=[150, 50], seed=3)
+    assert wide.epoch(2).order_N.tolist() == BatchPlan(200, 8, seed=3).epoch(2).order_N.tolist()
+
+
+def test_samples_of_a_mixture_are_shuffled_in_windows():
+    plan = BatchPlan(60, 8, mixture=[(40, 0.5), (20, 2)], window=16, groups=[10] * 6, seed=3)
+    order = plan.epoch(0).order_N
+    assert len(order) == 60 and (np.bincount(order[order >= 40])[40:] == 2).all() and len({*order[order < 40].tolist()}) == 20
+
+
+def test_step_says_which_samples_follow():
+    lazy = Lazy(np.arange(1, 21))
+    epoch = BatchPlan(20, 4, lengths=lazy).epoch(0)
+    epoch[3]
+    assert lazy.expected == [epoch.order_N[12:].tolist()]
+
+
+def test_samples_to_survey_are_runs_that_are_read_together():
+    some = spread(1_000_000)
+    assert len(some) == len({*some.tolist()}) == 4096 and some[-1] < 1_000_000
+    assert (np.diff(some) == 1).sum() == 4096 - 16 and (spread(5000, 4999) < 5000).all()

@@ -61,7 +61,7 @@ def test_a_resumed_run_may_change_what_leaves_its_weights_and_samples():
         *("seed", "train.batch_size", "train.optimizer", "train.freeze", "train.groups", "train.layer_decay")
     }
     assert {name for name, rule in rules.items() if rule != "fixed" and name.startswith(("task.", "adapter."))} == {
-        *("task.weights", "adapter.export")
+        *("task.weights", "task.storage_options", "task.cache_gib", "adapter.export")
     }
     assert {name for name, rule in rules.items() if rule == "length"} == {
         *("train.epochs", "train.max_steps", "eval.patience", "eval.min_improvement")

@@ -230,7 +230,8 @@ def test_data_files_may_be_null_and_numbers_have_to_fit(tmp_path):
         return {"data_files": path}
 
     def loaded(*entries):
-        return load_mixture(entries, [mixture_source(entry, index) for index, entry in enumerate(entries)]).sources
+        sources = [mixture_source(entry, index, "", {}) for index, entry in enumerate(entries)]
+        return load_mixture(entries, sources, lambda source, split: None).sources
 
     (mixed,) = loaded({"dataset": "hftune.data.demo:reviews", "data_files": None})
     assert "text" in mixed.column_names

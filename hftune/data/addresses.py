@@ -1,0 +1,272 @@
+"""Files on this machine, or at an address that fsspec knows (s3, gs, az, hf, https, memory), and parts of them that are kept.
+
+Knows no format, no row and no task.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from datasets.fingerprint import Hasher
+from fsspec.core import url_to_fs
+from fsspec.spec import AbstractFileSystem
+
+from hftune.atomic import atomic_path
+from hftune.data.cache import cache_dir, explained, locked
+from hftune.data.files import local_files
+from hftune.errors import DataError
+from hftune.secrecy import without_secrets
+
+Value = TypeVar("Value")
+TRIES = 6
+"""Of what a network may interrupt; FIRST_WAIT_S after the first one, and after each twice as long as before."""
+FIRST_WAIT_S = 0.5
+VERSIONS = ("ETag", "etag", "sha256", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created")
+"""What file systems say of a file that changes with its content. The first that is said counts."""
+FREE_TO_FETCH = 0.8
+"""Of the space for parts, what is filled ahead. The rest is for what is asked for out of turn."""
+
+
+class SourceError(DataError):
+    """A file that is not there any more, has changed or cannot be reached: its rows are not bad, and none is left out."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of which parts are read.
+
+    Args:
+        address: a path on this machine, or an address with ``://``.
+        options: what fsspec is given for its file system, such as credentials.
+    """
+
+    address: str
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    size: int = 0
+    version: str = ""
+
+    @classmethod
+    def found(cls, address: str, options: Mapping[str, Any]) -> File:
+        """Ask for the size of a file, and for its version.
+
+        Raises:
+            SourceError: it is not there, or cannot be read.
+        """
+        file = cls(address, options)
+        info = file.info()
+        if info.get("size") is None:
+            raise SourceError(f"{file} does not say how long it is, so its rows cannot be counted. Download it first.")
+        return cls(address, options, int(info["size"]), _version(info))
+
+    def __str__(self) -> str:
+        return without_secrets(self.address)
+
+    @property
+    def is_local(self) -> bool:
+        return "://" not in self.address
+
+    @property
+    def key(self) -> list[Any]:
+        """What its content depends on."""
+        return [str(self), self.size, self.version]
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return some of its bytes.
+
+        Raises:
+            SourceError: it has changed, is not there any more, or cannot be read.
+        """
+
+        def read() -> bytes:
+            with self.open() as file:
+                file.seek(start)
+                return file.read(stop - start)
+
+        def fetch() -> bytes:
+            fs, path = self._place()
+            if len(data := fs.cat_file(path, start=start, end=stop)) != stop - start:
+                raise OSError(f"{len(data):,} bytes came instead of {stop - start:,}")
+            return data
+
+        if self.is_local:
+            return patiently(read, self)
+        self.check()
+        return patiently(fetch, self)
+
+    def open(self) -> BinaryIO:
+        """Open it; see ``read``."""
+        self.check()
+        fs, path = self._place()
+        return fs.open(path, "rb")
+
+    def check(self) -> None:
+        """Raise SourceError if it is not what was found."""
+        info = self.info()
+        if (info.get("size"), _version(info)) != (self.size, self.version):
+            raise SourceError(f"{self} has changed since its rows were counted. Restore it, or train in a new output folder.")
+
+    def info(self) -> Mapping[str, Any]:
+        """Ask the file system what it knows of the file."""
+
+        def ask() -> Mapping[str, Any]:
+            fs, path = self._place()
+            fs.invalidate_cache(path)
+            return fs.info(path)
+
+        return patiently(ask, self)
+
+    def _place(self) -> tuple[AbstractFileSystem, str]:
+        return url_to_fs(self.address, **({} if self.is_local else self.options))  # anew: none may be used in a fork
+
+
+def _version(info: Mapping[str, Any]) -> str:
+    return next((str(info[name]) for name in VERSIONS if info.get(name)), "")
+
+
+def patiently(call: Callable[[], Value], what: Any) -> Value:
+    """Return what a call returns that reads a file; if it fails as networks do, call it again.
+
+    Raises:
+        SourceError: it fails in another way, or again and again.
+    """
+    wait_s = FIRST_WAIT_S
+    for attempt in range(1, TRIES + 1):
+        try:
+            return call()
+        except DataError:
+            raise
+        except ImportError as error:
+            raise SourceError(f"{what} cannot be read: {error}. Install the package with pip.") from error
+        except Exception as error:  # each file system has exceptions of its own
+            status, reason = getattr(error, "status", None), str(error).strip().rstrip(".") or type(error).__name__
+            if isinstance(error, FileNotFoundError) or status in (404, 410):
+                raise SourceError(f"{what}: there is no such file or bucket.") from error
+            if isinstance(error, PermissionError) or status in (401, 403):
+                advice = "Check the credentials: those of the environment, or task.storage_options."
+                raise SourceError(f"{what} must not be read: {reason}. {advice}") from error
+            if attempt == TRIES or isinstance(error, ValueError):
+                raise SourceError(f"{what} cannot be read: {reason}.") from error
+            time.sleep(wait_s)
+            wait_s *= 2
+    raise AssertionError
+
+
+def find_files(patterns: Sequence[str], options: Mapping[str, Any]) -> list[str]:
+    """Return the paths and addresses that patterns match, those of a pattern sorted.
+
+    Raises:
+        SourceError: a pattern matches none.
+    """
+    found: list[str] = []
+    for pattern in patterns:
+        if "://" not in pattern:
+            found += sorted(local_files(pattern))
+        elif "*" not in pattern:
+            found.append(pattern)
+        else:
+            matched = patiently(partial(_matched, pattern, options), without_secrets(pattern))
+            if not matched:
+                raise SourceError(f"{without_secrets(pattern)}: there is no such file.")
+            found += matched
+    return found
+
+
+def _matched(pattern: str, options: Mapping[str, Any]) -> list[str]:
+    fs, path = url_to_fs(pattern, **options)
+    return sorted(map(fs.unstrip_protocol, fs.glob(path)))
+
+
+class Blocks:
+    """Parts of files that are fetched once, and kept for all processes of the machine, up to a number of bytes.
+
+    If there is no room for one, those are removed that are needed last; ``expect`` says in which order they will be.
+
+    Args:
+        most_bytes: that all parts in the folder may have together, whatever data set they are of.
+    """
+
+    def __init__(self, most_bytes: float):
+        self.folder, self.most_bytes = cache_dir() / "blocks", most_bytes
+        self._next: dict[str, int] = {}
+        self._expected: Sequence[tuple[str, Callable[[], bytes], int]] = ()
+        self._wanted = threading.Event()
+        self._reader: tuple[int, threading.Thread] | None = None
+
+    def get(self, name: str, make: Callable[[], bytes]) -> BinaryIO:
+        """Return a part, opened; ``make`` is called if it is not there."""
+        path = self.folder / name
+        while True:
+            with suppress(FileNotFoundError):  # not there, or just removed for others
+                return path.open("rb")
+            with locked(path):
+                if not path.is_file():
+                    self._write(path, make())
+
+    def expect(self, parts: Iterable[tuple[str, Callable[[], bytes], int]]) -> None:
+        """Fetch parts in a thread, in the order in which they will be asked for, as many as there is room for.
+
+        Args:
+            parts: name, how to make it, and about how many bytes it has.
+        """
+        self._expected = [*parts]
+        self._next = {name: place for place, (name, *_) in reversed([*enumerate(self._expected)])}
+        self._wanted.set()
+        if self._reader is None or self._reader[0] != os.getpid():  # a fork has no threads
+            self._reader = os.getpid(), threading.Thread(target=self._fetch, name="fetch blocks", daemon=True)
+            self._reader[1].start()
+
+    def _fetch(self) -> None:
+        while True:
+            self._wanted.wait()
+            self._wanted.clear()
+            room = FREE_TO_FETCH * self.most_bytes
+            for name, make, size in self._expected:
+                room -= size
+                if room < 0 or self._wanted.is_set():
+                    break
+                path = self.folder / name
+                if path.is_file():
+                    continue
+                with suppress(Exception), locked(path, wait=False):  # who needs it then, will meet the failure
+                    if not path.is_file():
+                        self._write(path, make())
+
+    def _write(self, path: Path, data: bytes) -> None:
+        with explained():
+            self.folder.mkdir(exist_ok=True)
+            with locked(self.folder):
+                self._make_room(len(data))
+            with atomic_path(path, is_shared=True) as temporary:
+                temporary.write_bytes(data)
+
+    def _make_room(self, wanted: int) -> None:
+        states = []
+        for path in self.folder.glob("[!.]*.block"):
+            with suppress(FileNotFoundError):
+                states.append((self._next.get(path.name, float("inf")), -path.stat().st_mtime, path.stat().st_size, path))
+        total = wanted + sum(size for *_, size, _ in states)
+        for *_, size, path in sorted(states, key=lambda state: (-state[0], -state[1])):  # needed last, or not, and the oldest
+            if total <= self.most_bytes:
+                return
+            path.unlink(missing_ok=True)
+            path.with_suffix(".lock").unlink(missing_ok=True)
+            total -= size
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"most_bytes": self.most_bytes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+
+def block_name(*key: Any) -> str:
+    """Return the name of a part, by what it depends on."""
+    return f"{Hasher.hash([*key])}.block"
