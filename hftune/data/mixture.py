@@ -1,23 +1,25 @@
-"""Several data sets with weights: loaded, brought to the same columns and concatenated. Independent of tasks.
+"""Several data sets to train on: loaded, brought to the same columns, and how often an epoch uses each. Independent of tasks.
 
-How often each row is used in an epoch follows from the weights; see ``BatchPlan.mixture``.
+Whatever a recipe says, it becomes a weight of each data set, before training; see ``BatchPlan.mixture``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from math import fsum, inf
 from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
 
+from hftune.batch_plan import drawn, spread
 from hftune.data.in_place import RowsInPlace
 from hftune.data.rows import load_split, row_numbers
 from hftune.data.sources import Source, mixture_name
-from hftune.errors import DataError, did_you_mean
+from hftune.errors import ConfigError, DataError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,65 @@ class Mixture:
 
     names: Sequence[str]
     """What to call each in messages."""
-    weights: Sequence[float]
     sources: Sequence[datasets.Dataset]
     """The rows of each."""
+    weights: Sequence[float] | None = None
+    """How often an epoch uses each sample of each; None: it follows from ``shares`` and ``mixing``."""
+    shares: Sequence[float] | None = None
+    """Of an epoch, in any unit; None: they follow from the sizes."""
+    mixing: Mapping[str, Any] = field(default_factory=dict)
+    """See ``TextTask.mixing``."""
+
+    def plan(self, counts: Sequence[int], lengths: Any) -> list[tuple[int, float]]:
+        """Return number of samples and weight of each data set, for ``BatchPlan.mixture``.
+
+        Args:
+            counts: samples of each.
+            lengths: of all samples, in tokens; None if they have none.
+
+        Raises:
+            ConfigError: tokens count, and the samples have none.
+        """
+        if self.weights is not None:
+            return [*zip(counts, self.weights, strict=True)]
+        rule = dict(self.mixing)
+        if rule.pop("by", "rows") == "tokens":
+            if lengths is None:
+                raise ConfigError("task.mixing.by=tokens needs a task whose samples have lengths. Set task.mixing.by=rows.")
+            sizes = [count * mean for count, mean in zip(counts, self.mean_lengths(counts, lengths), strict=True)]
+        else:
+            sizes = [*map(float, counts)]
+        return [*zip(counts, mixed_weights(sizes, self.shares, **rule), strict=True)]
+
+    def use(self, plan: Sequence[Sequence[Any]], lengths: Any) -> list[dict[str, Any]]:
+        """Return what an epoch uses of each data set, as run.json says it: samples, how many of them, tokens of these, about.
+
+        Args:
+            plan: number of samples and weight of each.
+            lengths: as for ``plan``.
+        """
+        counts = [count for count, _ in plan]
+        means = [None] * len(counts) if lengths is None else self.mean_lengths(counts, lengths)
+        found = []
+        for name, (count, weight), mean in zip(self.names, plan, means, strict=True):
+            taken = drawn(count, weight)
+            tokens = None if mean is None else round(taken * mean)
+            found.append({"name": name, "samples": count, "weight": weight, "used": taken, "tokens": tokens})
+        return found
+
+    def mean_lengths(self, counts: Sequence[int], lengths: Any) -> list[float]:
+        """Return the mean length of a sample of each data set, of at most SURVEYED ones each; see ``plan``.
+
+        Raises:
+            DataError: none of those of a data set can be trained on.
+        """
+        means = []
+        for name, start, count in zip(self.names, [0, *accumulate(counts)], counts, strict=False):
+            known = lengths[start + spread(count)]
+            if (known < 0).all():
+                raise DataError(f"task.datasets: none of {len(known):,} rows of {name} that were looked at can be trained on.")
+            means.append(float(known[known >= 0].mean()))
+        return means
 
     def sizes(self, kept: datasets.Dataset) -> list[int]:
         """Return how many rows of each data set are among those kept of all rows, which are in the order of the data sets.
@@ -60,8 +118,36 @@ class Mixture:
         return [*accumulate(map(len, self.sources))]
 
 
+def mixed_weights(
+    sizes: Sequence[float], shares: Sequence[float] | None = None, temperature: float = 1, max_repeats: float = inf
+) -> list[float]:
+    """Return how often an epoch that is as long as all data sets together uses each sample of each of them.
+
+    What ``max_repeats`` cuts off a data set goes to the others, in proportion to their shares.
+
+    Args:
+        sizes: of the data sets, in samples or tokens.
+        shares: of the epoch, in any unit; None: in proportion to size ** (1 / temperature).
+        max_repeats: the most that a sample is used, at least 1.
+    """
+    wanted = shares or [(size / max(sizes)) ** (1 / temperature) for size in sizes]
+    most_used_first = sorted(range(len(sizes)), key=lambda index: -wanted[index] / sizes[index])
+    weights, rest = [float(max_repeats)] * len(sizes), fsum(sizes)
+    for place, index in enumerate(most_used_first):
+        unit = rest / fsum(wanted[other] for other in most_used_first[place:])
+        if unit * wanted[index] <= max_repeats * sizes[index]:
+            for other in most_used_first[place:]:
+                weights[other] = unit * wanted[other] / sizes[other]
+            break
+        rest -= max_repeats * sizes[index]
+    return [float(f"{weight:.9g}") for weight in weights]  # no machine's last bits, as checkpoints and ledgers hold them
+
+
 def load_mixture(
-    entries: Sequence[Mapping[str, Any]], sources: Sequence[Source], in_place: Callable[[Source, str], RowsInPlace | None]
+    entries: Sequence[Mapping[str, Any]],
+    sources: Sequence[Source],
+    in_place: Callable[[Source, str], RowsInPlace | None],
+    mixing: Mapping[str, Any] = {},
 ) -> Mixture:
     """Load the data sets of ``task.datasets``, which come from ``sources``.
 
@@ -82,8 +168,10 @@ def load_mixture(
         listed = "; ".join(f"{name} has {', '.join(rows.column_names)}" for name, rows in zip(names, loaded, strict=True))
         raise DataError(f"task.datasets: no column is in all of them: {listed}. Rename them: columns: {{text: review}}.")
     loaded = _same_features([rows.select_columns(common) for rows in loaded], names)
-    weights = [float(entry.get("weight", 1)) for entry in entries]
-    return Mixture(names, weights, loaded)
+    if mixing or "share" in entries[0]:
+        shares = [float(entry["share"]) for entry in entries] if "share" in entries[0] else None
+        return Mixture(names, loaded, None, shares, mixing)
+    return Mixture(names, loaded, [float(entry.get("weight", 1)) for entry in entries])
 
 
 def _renamed(entry: Mapping[str, Any], source: Source, rows: datasets.Dataset, name: str) -> datasets.Dataset:

@@ -10,7 +10,6 @@ from typing import Any
 import datasets
 import numpy as np
 
-from hftune.batch_plan import drawn
 from hftune.data.digest import entry_hashes, file_content
 from hftune.data.row_hashes import BYTES
 from hftune.data.sources import held_out_key
@@ -66,13 +65,13 @@ def unused_splits(task: Any, names: Iterable[str]) -> list[str]:
     ]
 
 
-def mixed(mixture: Any, sizes: Sequence[int], what: str = "rows") -> list[str]:
-    """Return a notice of what an epoch takes from each data set of ``task.datasets``; ``sizes``: the rows or blocks of each."""
-    counts = [drawn(size, weight) for size, weight in zip(sizes, mixture.weights, strict=True)]
-    parts = [
-        f"{count:,} from {name} ({size:,} {what} x {weight:g}, {count / sum(counts):.0%})"
-        for count, name, size, weight in zip(counts, mixture.names, sizes, mixture.weights, strict=True)
-    ]
+def mixed(use: Sequence[Mapping[str, Any]], what: str = "rows") -> list[str]:
+    """Return a notice of what an epoch takes from each data set of ``task.datasets``; ``use``: see ``Mixture.use``."""
+    used, tokens = (sum(part[name] or 0 for part in use) for name in ("used", "tokens"))
+    parts = []
+    for part in use:
+        shares = f"{part['used'] / used:.0%}" + (f", {part['tokens'] / tokens:.0%} of the tokens" if tokens else "")
+        parts.append(f"{part['used']:,} from {part['name']} ({part['samples']:,} {what} x {part['weight']:g}, {shares})")
     return [f"task.datasets: an epoch takes {' and '.join(parts)}."]
 
 

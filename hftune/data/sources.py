@@ -6,7 +6,7 @@ Imports nothing heavy: recipes are checked before torch is imported.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -202,8 +202,10 @@ def names_eval_data(task: Any) -> bool:
     return getattr(task, "eval_split", "") is not None or ":" in (getattr(task, "dataset", None) or "")
 
 
-MIXTURE_KEYS = ("dataset", "dataset_config", "dataset_revision", "data_files", "split", "columns", "weight")
+MIXTURE_KEYS = ("dataset", "dataset_config", "dataset_revision", "data_files", "split", "columns", "weight", "share")
 """Keys of an entry of ``task.datasets``."""
+MIXING = {"temperature": 0, "max_repeats": 1}
+"""Keys of ``task.mixing`` that are numbers, and what they have to be above, or at least."""
 
 
 def mixture_name(entry: Mapping[str, Any], index: int) -> str:
@@ -239,6 +241,34 @@ def mixture_problems(task: Any) -> Iterator[str]:
         yield "task.datasets is empty. List the data sets: [{data_files: a.jsonl}, {data_files: b.jsonl, weight: 0.5}]"
     for index, entry in enumerate(task.datasets_):
         yield from _entry_problems(entry, f"task.datasets[{index}]")
+    yield from mixing_problems(task.mixing, task.datasets_)
+
+
+def mixing_problems(mixing: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the problems of ``task.mixing``, and of the shares of ``task.datasets``, one sentence each."""
+    for name, value in mixing.items():
+        if name == "by":
+            if value not in ("rows", "tokens"):
+                yield f"task.mixing.by={format_value(value)} is not one of rows, tokens."
+        elif name not in MIXING:
+            known = ("by", *MIXING)
+            yield f"task.mixing.{name} is not a key. Keys: {', '.join(known)}.{did_you_mean(str(name), known)}"
+        elif not _is_number(value) or not (value > 0 and value >= MIXING[name]):
+            least = "at least 1" if MIXING[name] else "above 0"
+            yield f"task.mixing.{name}={format_value(value)} must be a number, {least}."
+    has_share = ["share" in entry for entry in entries]
+    if any(has_share) and not all(has_share):
+        yield f"task.datasets[{has_share.index(False)}] has no share, but others have. Give each of them one, or none."
+    if any(has_share) and "temperature" in mixing:
+        yield "task.mixing.temperature makes shares of sizes, and task.datasets has shares. Leave one of them out."
+    for index, entry in enumerate(entries):
+        if "weight" in entry and (mixing or any(has_share)):
+            instead = "shares" if any(has_share) else "task.mixing"
+            yield f"task.datasets[{index}].weight and {instead} both say how often its rows are used. Leave one of them out."
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e6
 
 
 def _entry_problems(entry: Mapping[str, Any], key: str) -> Iterator[str]:
@@ -255,9 +285,11 @@ def _entry_problems(entry: Mapping[str, Any], key: str) -> Iterator[str]:
     for name in ("dataset", "dataset_config", "dataset_revision", "split"):
         if not isinstance(value := entry.get(name), str | None):
             yield f"{key}.{name}={format_value(value)} is not a text. Quote it as it is meant."
-    weight = entry.get("weight", 1)
-    if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < 1e6:
+    weight, share = entry.get("weight", 1), entry.get("share", 1)
+    if not _is_number(weight) or weight <= 0:
         yield f"{key}.weight={weight} must be a number above 0: how often an epoch uses each row, such as 0.5 or 3."
+    if not _is_number(share) or share <= 0:
+        yield f"{key}.share={share} must be a number above 0: its part of an epoch, compared to the shares of the others."
     columns = entry.get("columns") or {}
     if not isinstance(columns, Mapping) or not all(isinstance(name, str) for pair in columns.items() for name in pair):
         yield f"{key}.columns={columns} must say the name of each column there, such as {{text: review, label: stars}}."

@@ -271,6 +271,22 @@ def speed_row(run: RunRecord, key: str) -> list[Any]:
     return [Cell("metric", name, key), *(quantity(float(value), unit if is_within else "") for value in numbers)]
 
 
+MIXTURE = ("data set", "samples", "times used", "samples used", "share", "tokens used, about", "share")
+"""The columns of ``mixture_rows``."""
+
+
+def mixture_rows(run: RunRecord) -> list[list[Any]]:
+    """Return what an epoch uses of each data set of ``task.datasets``."""
+    listed = run.facts.get("mixture")
+    parts = [*map(mapping, listed)] if isinstance(listed, list) else []
+    columns: list[list[Any]] = [[part.get(name) for part in parts] for name in ("name", "samples", "weight")]
+    for name in ("used", "tokens"):
+        counts = [part.get(name) for part in parts]
+        whole = sum(filter(is_number, counts))
+        columns += [counts, [quantity(count / whole, "%") if is_number(count) and whole else None for count in counts]]
+    return [*map(list, zip(*columns, strict=True))]
+
+
 def setup_section(run: RunRecord) -> Section | None:
     """Return what was trained on what, by which versions."""
     recipe, known = run.recipe, run.facts
@@ -304,6 +320,7 @@ def setup_section(run: RunRecord) -> Section | None:
         facts("", chosen),
         {"kind": "source", "text": str(known["command"]), "title": "Command"} if known.get("command") else None,
         table(["split", "samples", "digest"], data, title="Data"),
+        table(MIXTURE, mixture_rows(run), title="Data sets: what an epoch uses of each"),
         facts("Commits", {name: code(value) for name, value in flat(commits).items()}),
         facts("Versions", flat(versions)),
     )

@@ -88,6 +88,7 @@ class Chats(TokenTask):
         "prompt": Role("text or messages", ("prompt", "question", "instruction"), optional_in={"train"}, usual_inputs=TEXTS)
     }
     fold_rows = None  # a chat may be several samples
+    samples_are = "samples"
     scored_head = True
     settled_fields = ("date",)
     libraries = (*TokenTask.libraries, "hftune.data.chats", "hftune.data.tokenized", "hftune.models.generation")
@@ -226,9 +227,7 @@ class Chats(TokenTask):
         depends_on = [rows._fingerprint, tokenizer_key(tokenizer), self.read_columns, self.chat_format.key, settings]
         return cached_texts(["chats", *depends_on], make)
 
-    def mixture(self, dataset: Any) -> list[tuple[int, float]] | None:
-        if self.mixed is None:
-            return None
+    def samples_of_each(self, dataset: Any) -> list[int]:
         import numpy as np
 
         ends = np.cumsum(self.mixed.sizes(self.rows["train"]))
@@ -239,7 +238,7 @@ class Chats(TokenTask):
                 f"{self.max_length} tokens, and task.too_long={self.too_long} leaves them out. Raise the first, or leave this "
                 "data set out."
             )
-        return [*zip(counts, self.mixed.weights, strict=True)]
+        return counts
 
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
         import numpy as np

@@ -248,8 +248,6 @@ class DatasetTask(Task):
         for name, column in self.read_columns.items():
             messages += chosen(f"task.{name}", getattr(self, name, column), column, rows["train"].column_names)
         messages += notices.held_out(self, counts["train"][1], what)
-        if self.mixed is not None:
-            messages += notices.mixed(self.mixed, self.mixed.sizes(rows["train"]))
         return messages + notices.left_out(limited, what)
 
     def input_columns(self) -> dict[str, str | None]:

@@ -67,6 +67,7 @@ class LanguageModeling(TokenTask):
 
     texts_run_on = True
     texts_may_be_empty = True
+    samples_are = "blocks"
     fold_rows = None  # the samples are blocks
     auto_class = "AutoModelForCausalLM"
     length_keys = ("block_length",)
@@ -142,10 +143,8 @@ class LanguageModeling(TokenTask):
         check_stream(stream, self.block_length, name or split)
         return Blocks(stream, self.block_length, counts[split])
 
-    def mixture(self, dataset: Any) -> list[tuple[int, float]] | None:
-        if self.mixed is None:
-            return None
-        return [(len(part), weight) for part, weight in zip(dataset.datasets, self.mixed.weights, strict=True)]
+    def samples_of_each(self, dataset: JoinedBlocks) -> list[int]:
+        return [*map(len, dataset.datasets)]
 
     def build_model(self) -> PreTrainedModel:
         from transformers import GenerationConfig
@@ -173,8 +172,7 @@ class LanguageModeling(TokenTask):
         from hftune.data import notices
 
         messages = [*notices.ignored_splits(self), *notices.held_out(self, notices.num_rows(self.rows["train"])[1])]
-        if self.mixed is not None:
-            messages += notices.mixed(self.mixed, [*map(len, datasets["train"].datasets)], "blocks")
+        messages += self.mixture_notices(datasets["train"])
         messages += notices.left_out({split: (len(blocks), blocks.total) for split, blocks in datasets.items()}, "blocks")
         inputs = {split: (block["input_ids"] for block in blocks) for split, blocks in datasets.items()}
         messages += notices.shared(inputs, "blocks")

@@ -23,7 +23,7 @@ from hftune.data.columns import TEXTS, Role
 from hftune.data.files import model_folder_problems
 from hftune.data.hub import known
 from hftune.data.sources import Source, held_out_problems, mixture_problems, mixture_source
-from hftune.errors import ConfigError, DataError
+from hftune.errors import ConfigError, DataError, format_value
 from hftune.metrics.records import rouge_names
 from hftune.tasks.dataset import DatasetTask
 
@@ -66,8 +66,12 @@ class TextTask(DatasetTask):
     name. null: none."""
     datasets_: list[dict[str, Any]] | None = key(None, changes="data")
     """Several data sets to train on, instead of dataset and data_files.train: a list of {data_files} or {dataset}, each with a
-    weight (how often an epoch uses each of its rows, such as 0.5 or 3; 1 if it is left out) and, if its columns have other
-    names, columns: {text: review}. See docs/own-data.md."""
+    weight (how often an epoch uses each of its rows, such as 0.5 or 3; 1 if it is left out) or a share of the epoch, and, if
+    its columns have other names, columns: {text: review}. See docs/own-data.md."""
+    mixing: dict[str, Any] = key(dict, changes="data")
+    """How the data sets share an epoch that is as long as all of them together, instead of by weights: {by: rows or tokens, the
+    unit of sizes and shares; temperature: 1 is in proportion to size, more takes more of the small ones; max_repeats: the most
+    that an epoch uses a row}. {}: by their shares or weights. See docs/own-data.md."""
     prepare: Literal["auto", "all", "as_needed"] = key("auto", changes="nothing", resume="fixed")
     """When rows are checked and tokenized. all: before training. as_needed: when their step comes, and then kept, so that the
     first step does not wait for the last row; the same samples, steps and losses. Language models and chats, whose
@@ -94,6 +98,8 @@ class TextTask(DatasetTask):
     padding: ClassVar[Mapping[str, int]] = {"token_type_ids": 0, "labels": NO_LABEL}
     """Columns of one number per token, besides input_ids, each with the value of padding."""
     texts_may_be_empty: ClassVar[bool] = False
+    samples_are: ClassVar[str] = "rows"
+    """What notices call the samples."""
     encodes_in_python: ClassVar[bool] = False
     """Whether ``encoder`` is slow and can be given to other processes, so that all cores tokenize."""
     prepares_as_needed: ClassVar[bool] = False
@@ -119,6 +125,8 @@ class TextTask(DatasetTask):
     def data_problems(self) -> Iterator[str]:
         if self.datasets_ is None:
             yield from super().data_problems()
+            if self.mixing:
+                yield f"task.mixing={format_value(self.mixing)} has an effect only with task.datasets. Leave it out."
         else:
             yield from held_out_problems(self)
             yield from mixture_problems(self)
@@ -138,7 +146,9 @@ class TextTask(DatasetTask):
         """What ``datasets_`` names."""
         from hftune.data.mixture import load_mixture
 
-        return load_mixture(self.datasets_, self._mixed_sources, self._in_place) if self.datasets_ else None
+        if self.datasets_ is None:
+            return None
+        return load_mixture(self.datasets_, self._mixed_sources, self._in_place, self.mixing)
 
     def load_source(self, split: str, source_split: str) -> Dataset:
         if self.mixed is None or split != "train":
@@ -162,14 +172,24 @@ class TextTask(DatasetTask):
         return Blocks(self.cache_gib * 2**30)
 
     def mixture(self, dataset: Any) -> list[tuple[int, float]] | None:
-        if self.mixed is None:
-            return None
+        return None if self.mixed is None else self.mixed.plan(self.samples_of_each(dataset), self.lengths(dataset))
+
+    def samples_of_each(self, dataset: Any) -> list[int]:
+        """Return how many training samples come from each of ``datasets_``, in their order."""
         rows = self.rows["train"]
         if len(dataset) != len(rows):
             raise ConfigError(
                 f"task.datasets needs a task whose samples are the rows of its data, unlike {type(self).__name__}."
             )
-        return [*zip(self.mixed.sizes(rows), self.mixed.weights, strict=True)]
+        return self.mixed.sizes(rows)
+
+    def mixture_notices(self, dataset: Any) -> list[str]:
+        """Return a notice of what an epoch takes of each of ``datasets_``."""
+        from hftune.data import notices
+
+        if self.mixed is None:
+            return []
+        return notices.mixed(self.mixed.use(self.mixture(dataset), self.lengths(dataset)), self.samples_are)
 
     def windows(self, dataset: Any) -> Mapping[str, Any]:
         if self.shuffle_window is None:
@@ -353,7 +373,7 @@ class TextTask(DatasetTask):
         from hftune.data import notices
         from hftune.data.tokenized import cut_notices
 
-        messages, texts = self.row_notices(), self.text_columns_read
+        messages, texts = [*self.row_notices(), *self.mixture_notices(datasets["train"])], self.text_columns_read
         if self.later:
             splits = " and ".join(sorted(self.later))
             messages.append(

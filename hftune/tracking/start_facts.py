@@ -34,7 +34,7 @@ from hftune.tracking.ledger import plan_facts
 
 def run_facts(recipe: Recipe, strategy: Strategy, parts: Parts, provenance: Provenance, num_nodes: int) -> dict[str, Any]:
     """Collect what run.json says: where a run comes from and how it is computed. A resumed run writes it anew."""
-    labels = ask(recipe.task, "labels", None)
+    labels, mixed = ask(recipe.task, "labels", None), getattr(recipe.task, "mixed", None)
     return {
         "recipe": recipe.recipe,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),  # this attempt
@@ -50,6 +50,7 @@ def run_facts(recipe: Recipe, strategy: Strategy, parts: Parts, provenance: Prov
             split: {"samples": len(rows), "digest": provenance.digests.get(f"{split} data")}
             for split, rows in parts.datasets.items()
         },
+        "mixture": None if mixed is None else mixed.use(parts.plan.mixture, parts.plan.lengths),  # of task.datasets, an epoch
         "labels": None if labels is None else list(map(str, labels)),
         "commits": provenance.commits,  # of what was loaded from the Hub, by the key that names the repository
         "versions": versions(),

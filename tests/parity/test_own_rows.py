@@ -22,9 +22,12 @@ def runs(tmp_path_factory):
     whole, many, few = three_files(folder, rows)
     parts = f"[{{data_files: {many}, weight: 0.5}}, {{data_files: {few}, weight: 2}}]"
     mixed = (*OWN, f"task.datasets={parts}", "task.eval_share=0.2", "train.micro_batch_size=4")
+    parts, mixing = f"[{{data_files: {many}}}, {{data_files: {few}}}]", "{by: tokens, temperature: 3, max_repeats: 1.5}"
+    tokens = (*mixed, f"task.datasets={parts}", f"task.mixing={mixing}")
     jobs = {
         "held_out": (*OWN, f"task.data_files.train={whole}", "task.eval_share=0.2", "train.micro_batch_size=4"),
         "mixed": mixed,
+        "tokens": tokens,
         "never": (*OWN, f"task.data_files.train={whole}", "eval.every=never", "train.micro_batch_size=4", "train.epochs=1"),
     }
     for name, count in {"long": 300, "short": 100}.items():
@@ -37,16 +40,18 @@ def runs(tmp_path_factory):
     )
     found = {}
     for size in WORLD_SIZES:
-        again = {"stopped": mixed, "resumed": (*mixed, f"output_dir={folder / f'stopped-on-{size}'}")} if size == 2 else {}
+        again = {"stopped": tokens, "resumed": (*tokens, f"output_dir={folder / f'stopped-on-{size}'}")} if size == 2 else {}
         some = jobs | again if size < 4 else {"mixed": mixed}
-        found |= {(name, size): run for name, run in train_on(size, some, folder, stops={"stopped": (5, 0)}).items()}
+        found |= {(name, size): run for name, run in train_on(size, some, folder, stops={"stopped": (7, 0)}).items()}
     return found
 
 
-@pytest.mark.parametrize(("name", "size"), [("held_out", 2), ("mixed", 2), ("mixed", 4), ("never", 2), ("blocks", 2)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("held_out", 2), ("mixed", 2), ("mixed", 4), ("tokens", 2), ("never", 2), ("blocks", 2)]
+)
 def test_losses_do_not_depend_on_processes_with_dropout_on(runs, name, size):
     expected = runs[name, 1].logged("train/loss")
-    assert len(expected) == {"held_out": 12, "mixed": 10, "never": 7, "blocks": 12}[name]
+    assert len(expected) == {"held_out": 12, "mixed": 10, "tokens": 12, "never": 7, "blocks": 12}[name]
     assert runs[name, size].logged("train/loss") == pytest.approx(expected, rel=1e-5)
 
 
@@ -68,12 +73,22 @@ def test_the_ledger_proves_the_use_of_each_data_set(runs, size):
 
 
 def test_a_mixture_that_was_stopped_ends_bit_equal(runs):
-    one, two = (load_file(runs[name, 2].folder / "model_last" / "model.safetensors") for name in ("resumed", "mixed"))
+    one, two = (load_file(runs[name, 2].folder / "model_last" / "model.safetensors") for name in ("resumed", "tokens"))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-    assert runs["resumed", 2].logged("train/loss") == runs["mixed", 2].logged("train/loss")
+    assert runs["resumed", 2].logged("train/loss") == runs["tokens", 2].logged("train/loss")
     found = audit(runs["resumed", 2].folder)
     first, second = (start["after_step"] for start in found.starts)
-    assert (found.problems, first) == ([], 0) and 5 <= second <= 6
+    assert (found.problems, found.whole_epochs, first) == ([], 2, 0) and 7 <= second <= 8  # in the second epoch of 6 steps
+
+
+def test_shares_of_tokens_are_the_same_on_any_number_of_processes_and_are_reported(runs):
+    plans = [audit(runs["tokens", size].folder).mixture for size in (1, 2)]
+    assert plans[0] == plans[1] and plans[0][1]["weight"] == 1.5 and plans[0][0]["weight"] < 1
+    facts = json.loads((runs["tokens", 2].folder / "run.json").read_text())["mixture"]
+    assert [part["name"] for part in facts] == ["many.jsonl", "few.jsonl"]
+    assert [part["used"] for part in facts] == [part["samples"] for part in plans[0]]
+    page = (runs["tokens", 2].folder / "report.html").read_text()
+    assert "what an epoch uses of each" in page and "many.jsonl" in page
 
 
 def test_without_evaluation_the_last_model_is_the_model(runs):

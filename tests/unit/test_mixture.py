@@ -3,18 +3,21 @@
 import json
 from collections import Counter
 from itertools import chain
+from math import fsum, inf
 from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hftune import ConfigError, DataError
 from hftune.batch_plan import BatchPlan, format_digest, samples_digest
 from hftune.commands import audit as audit_command
 from hftune.config import Recipe
 from hftune.data import notices
-from hftune.data.mixture import load_mixture
+from hftune.data.mixture import Mixture, load_mixture, mixed_weights
 from hftune.data.sources import mixture_source
 from hftune.replay.audit import audit
 from hftune.tasks import Chats, LanguageModeling, SequenceClassification
@@ -124,7 +127,7 @@ def test_data_sets_are_brought_to_the_same_columns(files):
     sizes = [size for size, _ in loaded.mixture(data["train"])]
     assert sum(sizes) == 20 and sizes[0] == sum(text.startswith("first") for text in loaded.rows["train"]["text"])
     assert [weight for _, weight in loaded.mixture(data["train"])] == [0.5, 2.0]
-    (said,) = notices.mixed(loaded.mixed, [20, 8])
+    (said,) = notices.mixed(loaded.mixed.use([(20, 0.5), (8, 2)], None))
     assert "takes 10 from first.jsonl (20 rows x 0.5, 38%) and 16 from second.jsonl (8 rows x 2, 62%)." in said
 
 
@@ -219,6 +222,11 @@ def test_blocks_of_a_mixture_have_tokens_of_one_data_set_and_the_end_of_each_is_
     tokens = [token for part in train.datasets for token in part.stream.tolist()]
     assert train.share_of(first) == pytest.approx(tokens.count(first) / len(tokens))
     assert train.lengths.sum() == 36 * 4 - 1 + 18 * 4 - 1  # every token but the first of each is predicted once
+    entries[1].pop("weight")
+    equal = LanguageModeling(
+        tokenizer="words", block_length=7, test_split=None, mixing={"by": "tokens", "temperature": 1e5}, **fields
+    )
+    assert [weight for _, weight in equal.mixture(equal.datasets()["train"])] == pytest.approx([0.75, 1.5], rel=0.02)
     limited = LanguageModeling(max_train_samples=5, **fields).validate()
     assert "task.max_train_samples=5 and task.datasets: give the data sets smaller weights." in limited
 
@@ -246,8 +254,109 @@ def test_a_data_set_of_which_nothing_is_left_is_refused(files, tmp_path):
     data = _never(own := task(datasets_=[files[0], one], max_train_samples=3)).datasets()
     with pytest.raises(DataError, match=r"task\.datasets: no row of one\.jsonl is left to train on\."):
         own.mixture(data["train"])
-    mixed = SimpleNamespace(sizes=lambda rows: [3, 2], weights=[1.0, 2.0], names=["short.jsonl", "long.jsonl"])
+    mixed = SimpleNamespace(sizes=lambda rows: [3, 2], names=["short.jsonl", "long.jsonl"])
     chats = SimpleNamespace(mixed=mixed, rows={"train": None}, max_length=64, too_long="drop")
-    assert Chats.mixture(chats, SimpleNamespace(column=lambda name: [0, 2, 2, 4])) == [(3, 1.0), (1, 2.0)]
+    assert Chats.samples_of_each(chats, SimpleNamespace(column=lambda name: [0, 2, 2, 4])) == [3, 1]
     with pytest.raises(DataError, match=r"all chats of long\.jsonl are longer than task\.max_length=64 tokens, and"):
-        Chats.mixture(chats, SimpleNamespace(column=lambda name: [0, 2]))
+        Chats.samples_of_each(chats, SimpleNamespace(column=lambda name: [0, 2]))
+
+
+SIZES = st.lists(st.integers(1, 10**9), min_size=1, max_size=8)
+
+
+@given(SIZES, st.floats(0.05, 100), st.one_of(st.just(inf), st.floats(1, 50)))
+def test_epoch_is_as_long_as_all_data_sets_together_and_repeats_are_bounded(sizes, temperature, most):
+    weights = mixed_weights(sizes, None, temperature, most)
+    assert fsum(weight * size for weight, size in zip(weights, sizes, strict=True)) == pytest.approx(sum(sizes), rel=1e-6)
+    assert max(weights) <= most * (1 + 1e-8)
+    # Below the bound, the parts of the epoch are to each other as the sizes to the power of 1 / temperature.
+    free = [place for place, weight in enumerate(weights) if weight < most * (1 - 1e-6)]
+    asked = [(sizes[place] / max(sizes)) ** (1 / temperature) for place in free]
+    used = [weights[place] * sizes[place] for place in free]
+    if sum(asked) > 1e-200:
+        assert [one / sum(asked) for one in asked] == pytest.approx([one / sum(used) for one in used], rel=1e-6, abs=1e-200)
+
+
+@given(SIZES)
+def test_temperature_of_one_uses_every_sample_once_and_a_great_one_takes_equal_parts(sizes):
+    assert mixed_weights(sizes) == [1.0] * len(sizes)
+    parts = [weight * size for weight, size in zip(mixed_weights(sizes, None, 1e9), sizes, strict=True)]
+    assert parts == pytest.approx([sum(sizes) / len(sizes)] * len(sizes), rel=1e-6)
+
+
+def test_what_the_bound_cuts_off_goes_to_the_others_in_proportion():
+    assert mixed_weights([100, 10, 10], [1, 1, 2], max_repeats=4) == [0.4, 4, 4]
+    assert mixed_weights([100, 80, 20], [1, 1, 2], max_repeats=2) == [0.8, 1, 2]  # 40 of the 100 for the third remain
+
+
+def test_shares_and_temperature_become_weights_by_rows_or_tokens(tmp_path):
+    paths = [
+        write(tmp_path / "short.jsonl", ["a b c"] * 30, [0, 1] * 15),
+        write(tmp_path / "long.jsonl", ["a b c d e f g h i j k l m"] * 10, [0, 1] * 5),
+    ]
+
+    def mixed(mixing, *shares, **fields):
+        entries = [{"data_files": path} for path in paths]
+        entries = [{**entry, "share": share} for entry, share in zip(entries, shares, strict=True)] if shares else entries
+        own = _never(task(datasets_=entries, mixing=mixing, **fields))
+        assert own.validate() == []
+        return own, own.mixture(data := own.datasets()["train"]), data
+
+    assert mixed({"by": "rows"})[1] == [(30, 1.0), (10, 1.0)]
+    assert mixed({}, 1, 3)[1] == [(30, pytest.approx(1 / 3)), (10, 3.0)]
+    assert mixed({"temperature": 2})[1][1][1] == pytest.approx(40 / 10 / (1 + 3**0.5))
+    assert mixed({"max_repeats": 2}, 1, 3)[1] == [(30, pytest.approx(2 / 3)), (10, 2.0)]
+    own, plan_, data = mixed({"by": "tokens"}, 50, 50)
+    lengths = own.lengths(data)  # with [CLS] and [SEP]
+    assert [lengths[:30].sum(), lengths[30:].sum()] == [150, 150] and plan_ == [(30, 1.0), (10, 1.0)]
+    (said,) = own.mixture_notices(data)
+    assert said.endswith(
+        "short.jsonl (30 rows x 1, 75%, 50% of the tokens) and 10 from long.jsonl (10 rows x 1, 25%, 50% of the tokens)."
+    )
+    assert mixed({"by": "tokens"}, 1, 3)[1] == [(30, 0.5), (10, 1.5)] == mixed({"by": "tokens"}, 1, 3, prepare="as_needed")[1]
+
+
+@pytest.mark.parametrize(
+    ("mixing", "shares", "problem"),
+    [
+        ({"by": "words"}, (), "task.mixing.by='words' is not one of rows, tokens."),
+        (
+            {"temprature": 2},
+            (),
+            "task.mixing.temprature is not a key. Keys: by, temperature, max_repeats. Did you mean 'temperature'?",
+        ),
+        ({"temperature": 0}, (), "task.mixing.temperature=0 must be a number, above 0."),
+        ({"max_repeats": 0.5}, (), "task.mixing.max_repeats=0.5 must be a number, at least 1."),
+        (
+            {"temperature": 2},
+            (1, 2),
+            "task.mixing.temperature makes shares of sizes, and task.datasets has shares. Leave one of",
+        ),
+        ({}, (1, None), "task.datasets[1] has no share, but others have. Give each of them one, or none."),
+        ({}, (1, "much"), "task.datasets[1].share=much must be a number above 0: its part of an epoch, compared to the"),
+    ],
+)
+def test_wrong_mixing_is_refused(files, mixing, shares, problem):
+    for entry, share in zip(files, shares or (None, None), strict=True):
+        del entry["weight"]
+        entry.update({} if share is None else {"share": share})
+    (said,) = task(datasets_=files, mixing=mixing, eval_share=0.1).validate()
+    assert said.startswith(problem)
+
+
+def test_mixing_beside_weights_or_without_data_sets_is_refused(files):
+    said = task(datasets_=files, mixing={"temperature": 2}, eval_share=0.1).validate()
+    assert said[0] == "task.datasets[0].weight and task.mixing both say how often its rows are used. Leave one of them out."
+    (said,) = task(data_files={"train": files[0]["data_files"]}, eval_share=0.1, mixing={"by": "rows"}).validate()
+    assert said == "task.mixing={'by': 'rows'} has an effect only with task.datasets. Leave it out."
+
+
+def test_data_set_without_a_usable_row_among_those_surveyed_is_named():
+    mixed = Mixture(["good.jsonl", "bad.jsonl"], [], mixing={"by": "tokens"})
+    with pytest.raises(
+        DataError, match=r"task\.datasets: none of 2 rows of bad\.jsonl that were looked at can be trained on\."
+    ):
+        mixed.plan([2, 2], np.array([3, 5, -1, -1]))
+    assert mixed.plan([2, 2], np.array([3, 5, -1, 4])) == [(2, 1.0), (2, 1.0)]
+    with pytest.raises(ConfigError, match=r"task\.mixing\.by=tokens needs a task whose samples have lengths\."):
+        mixed.plan([2, 2], None)
