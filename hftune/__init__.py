@@ -25,6 +25,7 @@ __all__ = [
     "launch",
     "load_model",
     "make_plan",
+    "rows_file",
     "train",
 ]
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from hftune.callbacks import Callback
     from hftune.checkpoints.output_dir import TrainResult
     from hftune.config import CheckpointConfig, EvalConfig, ParallelConfig, Recipe, TrackConfig, TrainConfig
+    from hftune.data.cells import rows_file
     from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
     from hftune.inference import TrainedModel, load_model
     from hftune.launchers.local import launch
@@ -56,6 +58,7 @@ _HOME = {
     "launch": "hftune.launchers.local",
     "load_model": "hftune.inference",
     "make_plan": "hftune.planning.plan",
+    "rows_file": "hftune.data.cells",
     "train": "hftune.training",
 }
 

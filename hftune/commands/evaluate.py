@@ -81,7 +81,8 @@ def run(options: argparse.Namespace) -> int:
 def with_evaluation(recipe: Recipe) -> Recipe:
     """Return the recipe of a run that never evaluates as one that does, or raise ConfigError if it names no data for it."""
     if not names_eval_data(recipe.task) and held_out_key(recipe.task) is None:
-        key = "data_files.eval" if getattr(recipe.task, "data_files", None) else "eval_split"
+        keys = (name for name in ("data_files", "query") if getattr(recipe.task, name, None))
+        key = f"{name}.eval" if (name := next(keys, None)) else "eval_split"
         raise ConfigError(f"This run has no evaluation data (eval.every=never). Name some: task.{key}=..., or --split test.")
     return replace(recipe, eval=replace(recipe.eval, every="epoch"))
 

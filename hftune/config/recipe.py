@@ -269,6 +269,7 @@ class Recipe(RunConfig):
         named = [*_code_of_task(self.task), *code_of_sections(self.train, self.eval, TrackConfig(), self.callbacks)]
         return (
             bool(named)
+            or bool(_queries_of_task(self.task))
             or not is_own(f"{type(self.task).__module__}.")
             or (_reads_environment(values) and _refers(values["task"]))
         )
@@ -375,6 +376,9 @@ def _build(layers: list[Layer], default_name: str, trust_code: bool = True) -> R
         *code_of_sections(sections["train"], sections["eval"], sections["track"], sections[""].callbacks),
     ]:
         _check_code(name, code, source.origins.get(name, ""), layers, trust_code)
+    for name in _queries_of_task(sections["task"]):
+        if not trust_code and (origin := source.origins.get(name, "")):
+            raise ConfigError(f"{name} ({origin}) is run by a database, and may change it. {TRUST}")
     if reads_environment:
         # Then every reference may lead to it. Numbers are not withheld: they are no secrets, and a run must not resume silently
         # with different ones.
@@ -428,11 +432,21 @@ def _code_of_task(task: Task) -> Iterator[tuple[str, str]]:
     """Yield the keys of a task whose values name code that is not hftune's, with these values."""
     for name in CODE_FIELDS:
         value = getattr(task, name, None)
-        if isinstance(value, str) and not is_own(value) and (name != "dataset" or ":" in value):
+        if isinstance(value, str) and not is_own(value) and (name != "dataset" or _is_function(value)):
             yield f"task.{name}", value
     for entry in getattr(task, "datasets_", None) or ():
-        if ":" in (value := str(entry.get("dataset", ""))) and not is_own(value):
+        if _is_function(value := str(entry.get("dataset", ""))) and not is_own(value):
             yield "task.datasets", value
+
+
+def _is_function(dataset: str) -> bool:
+    return ":" in dataset and "://" not in dataset
+
+
+def _queries_of_task(task: Task) -> list[str]:
+    """Return the keys of a task with queries, which a database runs, and which may change it."""
+    keys = [f"task.query.{split}" for split in getattr(task, "query", None) or ()]
+    return keys + ["task.datasets" for entry in getattr(task, "datasets_", None) or () if "query" in entry]
 
 
 def code_of_sections(

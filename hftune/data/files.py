@@ -20,11 +20,9 @@ FILE_FORMATS = ("json", "csv", "parquet", "arrow", "text")
 """Formats of ``task.data_files``, named as the builders of datasets."""
 FORMAT_OF = {
     **{".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv"},
-    **{".parquet": "parquet", ".arrow": "arrow", ".txt": "text"},
+    **{".parquet": "parquet", ".arrow": "arrow", ".txt": "text", ".xlsx": "excel", ".xls": "excel"},
 }
 """File format by suffix; tsv is csv with tabs."""
-EXCEL = (".xlsx", ".xls")
-"""Suffixes of files that spreadsheet programs write, and that must be saved as csv first."""
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 """Suffixes of compressed files, which datasets decompresses."""
 

@@ -23,18 +23,19 @@ def ignored_splits(task: Any) -> list[str]:
     """Return a notice of the split keys that have no effect: files and functions have no names of splits.
 
     Args:
-        task: with the fields dataset, data_files and some of train_split, eval_split and test_split. Keys at their
+        task: with the fields dataset, data_files, query and some of train_split, eval_split and test_split. Keys at their
             default are not mentioned.
     """
-    if not (task.data_files or ":" in (task.dataset or "")):
+    named = next((name for name in ("data_files", "query") if getattr(task, name)), None)
+    if named is None and ":" not in (task.dataset or ""):
         return []
     defaults = {item.name: item.default for item in dataclasses.fields(task)}
     ineffective = [
         f"task.{name}={value}"
-        for name in ("train_split", "eval_split", *(("test_split",) if task.data_files else ()))  # a function is asked for it
+        for name in ("train_split", "eval_split", *(("test_split",) if named else ()))  # a function is asked for it
         if (value := getattr(task, name, None)) is not None and value != defaults[name]
     ]
-    source = "task.data_files" if task.data_files else f"task.dataset={task.dataset}"
+    source = f"task.{named}" if named else f"task.dataset={task.dataset}"
     return [f"No effect: {', '.join(ineffective)}. The splits come from {source}."] if ineffective else []
 
 

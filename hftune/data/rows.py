@@ -25,6 +25,7 @@ from hftune.config.importing import import_named
 from hftune.data import idx
 from hftune.data.addresses import File, find_files
 from hftune.data.cache import cached_value
+from hftune.data.cells import read_excel, read_query
 from hftune.data.digest import MIN_CACHED_ROWS, content_digest
 from hftune.data.files import NOT_UTF8, SURPLUS, local_files
 from hftune.data.hub import failure, fetch
@@ -55,7 +56,9 @@ def load_split(source: Source, split: str, source_split: str = "") -> datasets.D
     try:
         if source.kind == "files":
             kind, named = source.format_of(split), f"{source.files_key(split)}={source.files[split]}"
-            rows = load_files(kind, named, source.paths(split), split, options=source.options)
+            rows = load_files(kind, named, source.paths(split), split, options=source.options, sheet=source.sheet)
+        elif source.kind == "database":
+            rows = read_query(source.query_key(split), str(source.dataset), source.queries[split])
         elif source.kind == "function":
             rows = _from_function(source.dataset, split)
         elif source.kind == "hub":
@@ -147,13 +150,20 @@ def _has_stray_quotes(path: str) -> bool:
 
 
 def load_files(
-    kind: str, source: str, files: Sequence[str], split: str, as_written: bool = False, options: Mapping[str, Any] | None = None
+    kind: str,
+    source: str,
+    files: Sequence[str],
+    split: str,
+    as_written: bool = False,
+    options: Mapping[str, Any] | None = None,
+    sheet: str | None = None,
 ) -> datasets.Dataset:
     """Call ``load`` for files of one of the formats of ``FORMAT_OF``.
 
     Args:
         as_written: of csv and tsv files, leave all cells the texts that they are.
         options: see ``Source.options``. Files that are elsewhere are downloaded.
+        sheet: of Excel files; None: the first.
 
     Raises:
         DataError: they cannot be loaded, hold texts that are not UTF-8, or rows of a csv file have been lost.
@@ -163,6 +173,8 @@ def load_files(
         elsewhere, files = {"storage_options": dict(options or {})}, find_files(files, options or {})
         for file in files:
             File.found(file, options or {})  # unlike datasets, it says why a file cannot be read
+    if kind == "excel":
+        return read_excel(source, files, sheet, **elsewhere)
     if kind not in ("csv", "tsv"):
         rows = load(kind, source, data_files={split: files}, split=split, **elsewhere)
         if kind != "text" and len(rows):  # pyarrow reads the others without looking at their characters

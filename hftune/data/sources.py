@@ -5,15 +5,17 @@ Imports nothing heavy: recipes are checked before torch is imported.
 
 from __future__ import annotations
 
+import re
+import reprlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hftune.data import idx
-from hftune.data.files import EXCEL, FILE_FORMATS, FORMAT_OF, file_format, is_folder, local_files, nearest_file
+from hftune.data.files import FILE_FORMATS, FORMAT_OF, file_format, is_folder, local_files, nearest_file
 from hftune.data.hub import commit_of, name_problems
 from hftune.errors import did_you_mean, format_value
 from hftune.secrecy import without_secrets
@@ -31,8 +33,8 @@ class Source:
     """A data set that has train, eval and test splits, as the keys of a recipe or an entry of ``task.datasets`` name it."""
 
     dataset: str | None = None
-    """Name on the Hub (owner/name); ``module:function``, which returns rows; a folder; one of FOLDER_FORMATS, with ``folder``;
-    or, with files, their format if their names do not tell."""
+    """Name on the Hub (owner/name); ``module:function``, which returns rows; the URL of a database, with ``queries``; a folder;
+    one of FOLDER_FORMATS, with ``folder``; or, with files, their format if their names do not tell."""
     files: Mapping[str, Any] | None = None
     """Files by split, each a path, a glob or a list of them; used instead of ``dataset``."""
     folder: str | None = None
@@ -47,12 +49,18 @@ class Source:
     """Keys to set if the Hub cannot be reached, for messages."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """What fsspec is given to reach files that are elsewhere, such as credentials."""
+    queries: Mapping[str, Any] | None = None
+    """Query of a database by split."""
+    sheet: str | None = None
+    """Sheet of Excel files to read; None: the first."""
 
     @property
     def kind(self) -> str:
-        """files, function, folder, hub, or one of FOLDER_FORMATS."""
+        """files, database, function, folder, hub, or one of FOLDER_FORMATS."""
         if self.files or self.dataset in FILE_FORMATS:
             return "files"
+        if is_database(self.dataset):
+            return "database"
         if not self.dataset or self.dataset in FOLDER_FORMATS:
             return self.dataset or "folder"
         if ":" in self.dataset:
@@ -95,14 +103,22 @@ class Source:
         """Return the key that names the files of a split; an entry of task.datasets has files to train on only."""
         return f"{self.key}.data_files" + (f".{split}" if self.key == "task" else "")
 
+    def query_key(self, split: str) -> str:
+        """Return the key that names the query of a split, likewise."""
+        return f"{self.key}.query" + (f".{split}" if self.key == "task" else "")
+
     def problems(self, needs_eval: bool = True) -> Iterator[str]:
         """Yield what is wrong with the names of data set and files, one sentence each.
 
         Args:
             needs_eval: whether there must be files of the eval split: not if training rows are held out, or none evaluated on.
         """
+        if self.queries is not None and (self.files or not is_database(self.dataset)):
+            yield f"{self.key}.query asks a database. Name it alone, by {self.key}.dataset=sqlite:///FILE or a different URL."
         if self.files:
             yield from self._file_problems(self.files, needs_eval)
+        elif self.kind == "database":
+            yield from self._query_problems(self.queries or {}, needs_eval)
         elif self.dataset is None:
             yield "Name your data: task.data_files.train=... and task.data_files.eval=..., or task.dataset=..."
         elif self.kind == "files":
@@ -122,7 +138,8 @@ class Source:
             if split not in ("train", "eval", "test"):
                 yield f"{key} is not a key of a recipe. Keys of task.data_files: train, eval, test."
             if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
-                yield f"{key}={patterns!r} is not a path or a list of paths."
+                shown = reprlib.repr(patterns)
+                yield f"{key}={shown} is not a path or a list of paths. hftune.rows_file(rows) makes a file of rows."
                 continue
             for pattern in paths:
                 if problem := self._pattern_problem(pattern):
@@ -131,19 +148,43 @@ class Source:
             if self.dataset not in FILE_FORMATS and len(formats) > 1:
                 yield f"{key} has files of several formats: {', '.join(sorted(formats))}. Use one format."
 
+    def _query_problems(self, queries: Mapping[str, Any], needs_eval: bool) -> Iterator[str]:
+        example = "'SELECT text, label FROM reviews ORDER BY id'"
+        file = re.fullmatch(r"sqlite(?:\+\w+)?:///([^?]+)", str(self.dataset))
+        if file is not None and not file[1].startswith((":", "file:")) and not Path(file[1]).is_file():  # it would be made
+            yield f"{self.named}: there is no such file.{nearest_file(Path(file[1]))}"
+        if "train" not in queries:
+            yield f"{self.query_key('train')} is missing. Say which rows of {self.dataset_key} to train on, such as {example}."
+        if needs_eval and "eval" not in queries:
+            yield f"task.query.eval is missing. Select evaluation data (task.query.eval=...), {NO_EVAL_DATA}."
+        for split, query in queries.items():
+            key = self.query_key(split)
+            if split not in ("train", "eval", "test"):
+                yield f"{key} is not a key of a recipe. Keys of task.query: train, eval, test."
+            elif not isinstance(query, str):
+                yield f"{key}={format_value(query)} is not a query, such as {example}."
+            elif not re.search(r"\border\s+by\b", query, re.IGNORECASE):
+                yield (
+                    f"{key} has no ORDER BY, and without one a database may return its rows in a different order each time. "
+                    "Order them by something that no two of them share, such as ORDER BY id."
+                )
+
     def _pattern_problem(self, pattern: str) -> str | None:
         if "://" not in pattern and not local_files(pattern):
             return f": there is no such file.{nearest_file(Path(pattern))}"
         if Path(pattern).expanduser().is_dir():
             return f" is a folder. Name its files, such as {Path(pattern) / '*.parquet'}."
-        if Path(pattern.lower()).suffix in EXCEL:
-            return " is an Excel file, and hftune reads none. Save it as csv, in UTF-8."
         if self.dataset not in FILE_FORMATS and file_format(pattern) is None:
             return (
                 f": its name does not end in one of {', '.join(FORMAT_OF)}. "
                 f"Name the format: task.dataset={', '.join(FILE_FORMATS[:-1])} or {FILE_FORMATS[-1]}."
             )
         return None
+
+
+def is_database(dataset: str | None) -> bool:
+    """Return whether the name of a data set is the URL of a database."""
+    return "://" in (dataset or "")
 
 
 def image_folder_problems(dataset: str, data_dir: str | None, splits: Mapping[str, str]) -> Iterator[str]:
@@ -197,12 +238,14 @@ def held_out_key(task: Any) -> str | None:
 
 def names_eval_data(task: Any) -> bool:
     """Return whether the keys of a task name evaluation data; one that has no such keys is taken to have some."""
-    if files := getattr(task, "data_files", None):
+    if files := getattr(task, "data_files", None) or getattr(task, "query", None):
         return "eval" in files
     return getattr(task, "eval_split", "") is not None or ":" in (getattr(task, "dataset", None) or "")
 
 
-MIXTURE_KEYS = ("dataset", "dataset_config", "dataset_revision", "data_files", "split", "columns", "weight", "share")
+MIXTURE_KEYS = (
+    *("dataset", "dataset_config", "dataset_revision", "data_files", "split", "query", "sheet", "columns", "weight", "share"),
+)
 """Keys of an entry of ``task.datasets``."""
 MIXING = {"temperature": 0, "max_repeats": 1}
 """Keys of ``task.mixing`` that are numbers, and what they have to be above, or at least."""
@@ -213,15 +256,16 @@ def mixture_name(entry: Mapping[str, Any], index: int) -> str:
     files = entry.get("data_files")
     paths = [files] if isinstance(files, str) else files or ()
     named = ", ".join(Path(without_secrets(path)).name for path in paths)  # first: a token in an address may hold a slash
-    return named or str(entry.get("dataset") or f"task.datasets[{index}]")
+    return named or without_secrets(str(entry.get("dataset") or f"task.datasets[{index}]"))
 
 
 def mixture_source(entry: Mapping[str, Any], index: int, instead: str, options: Mapping[str, Any]) -> Source:
     """Return the source that an entry of ``task.datasets`` names; all of it is trained on."""
     names = (entry.get("dataset"), entry.get("dataset_config"), entry.get("dataset_revision"))
     dataset, config, revision = (None if name is None else str(name) for name in names)
-    files = {"train": entry["data_files"]} if entry.get("data_files") else None
-    return Source(dataset, files, None, config, revision, f"task.datasets[{index}]", instead, options)
+    files, queries = ({"train": entry[name]} if entry.get(name) else None for name in ("data_files", "query"))
+    named = Source(dataset, files, None, config, revision, f"task.datasets[{index}]", instead, options)
+    return replace(named, queries=queries, sheet=entry.get("sheet"))
 
 
 def mixture_problems(task: Any) -> Iterator[str]:
@@ -281,8 +325,10 @@ def _entry_problems(entry: Mapping[str, Any], key: str) -> Iterator[str]:
     elif isinstance(files, Mapping):
         yield f"{key}.data_files={dict(files)} must be a path, a glob or a list of them: all of these files are trained on."
     else:
-        yield from Source(dataset and str(dataset), files and {"train": files}, key=key).problems(needs_eval=False)
-    for name in ("dataset", "dataset_config", "dataset_revision", "split"):
+        queries = {"train": entry["query"]} if "query" in entry else None
+        named = Source(dataset and str(dataset), files and {"train": files}, key=key, queries=queries)
+        yield from named.problems(needs_eval=False)
+    for name in ("dataset", "dataset_config", "dataset_revision", "split", "sheet"):
         if not isinstance(value := entry.get(name), str | None):
             yield f"{key}.{name}={format_value(value)} is not a text. Quote it as it is meant."
     weight, share = entry.get("weight", 1), entry.get("share", 1)

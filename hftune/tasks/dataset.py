@@ -30,8 +30,8 @@ class DatasetTask(Task):
     """A task whose samples are the rows of a data set, or are made of them. A subclass names the columns by their roles."""
 
     dataset: str | None = key(None, changes="data")
-    """Data set name on the Hub (owner/name), or module:function that returns rows. With data_files: their format (json, csv,
-    parquet, arrow or text), only needed if their suffixes do not show it."""
+    """Data set name on the Hub (owner/name), or module:function that returns rows, or, with query, the URL of a database. With
+    data_files: their format (json, csv, parquet, arrow or text), only needed if their suffixes do not show it."""
     dataset_revision: str | None = key(None, changes="data")
     """Commit, tag or branch of the data set on the Hub, such as refs/convert/parquet. null: the newest commit."""
     dataset_config: str | None = key(None, changes="data")
@@ -44,6 +44,11 @@ class DatasetTask(Task):
     storage_options: dict[str, Any] = key(dict, changes="nothing", resume="harmless")
     """What fsspec is given to reach data_files that are elsewhere, such as endpoint_url for s3://. By default, what the
     environment says counts. A secret must be a reference, such as secret: ${oc.env:KEY}."""
+    sheet: str | None = key(None, changes="data")
+    """Sheet to read of data_files that are Excel files. null: the first."""
+    query: dict[str, Any] | None = key(None, changes="data", inside={"eval": "output", "test": "output"})
+    """If dataset is the URL of a database, such as sqlite:///reviews.db: what selects the rows, query.train, query.eval and,
+    optionally, query.test, each with ORDER BY. Without eval, set eval_share, or eval.every=never."""
     train_split: str = key("train", changes="data")
     """Split of the data set to train on."""
     eval_split: str | None = key("validation", changes="output")
@@ -98,9 +103,13 @@ class DatasetTask(Task):
     @cached_property
     def source(self) -> Source:
         """Where the rows come from."""
-        config, revision = self.dataset_config, self.dataset_revision
-        given = self.dataset, self.data_files, self.data_dir, config, revision
-        return Source(*given, instead=self.instead_of_hub, options=self.storage_options)
+        return Source(
+            *(self.dataset, self.data_files, self.data_dir, self.dataset_config, self.dataset_revision),
+            instead=self.instead_of_hub,
+            options=self.storage_options,
+            queries=self.query,
+            sheet=self.sheet,
+        )
 
     @cached_property
     def model_commit(self) -> str | None:
@@ -120,7 +129,8 @@ class DatasetTask(Task):
         if self.evaluates:
             is_held_out = held_out_key(self) is not None or self.eval_split is None
             splits["eval"] = self.train_split if is_held_out else str(self.eval_split)
-        if "test" in self.data_files if self.data_files else None not in (self.test_split, self.dataset):
+        named = self.data_files or self.query
+        if "test" in named if named else None not in (self.test_split, self.dataset):
             splits["test"] = self.test_split or ""
         return splits
 

@@ -1,12 +1,13 @@
 """Rows held out, several data sets with weights, and no evaluation: the same on 1, 2 and 4 processes, and resumed."""
 
 import json
+import sqlite3
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from hftune import cli
+from hftune import cli, rows_file
 from hftune.data.demo import paragraphs, reviews
 from hftune.replay.audit import audit
 from tests.support.runs import SMALL, three_files, train_on
@@ -38,11 +39,31 @@ def runs(tmp_path_factory):
         *("task.block_length=16", "task.model_config={n_embd: 32, resid_pdrop: 0.1, embd_pdrop: 0.1}", "train.epochs=1"),
         *("train.micro_batch_size=4", "train.log_every=1", "train.max_steps=12", "task.generation={max_new_tokens: 4}"),
     )
+    with sqlite3.connect(folder / "rows.db") as database:  # where their order is a different one
+        database.execute("CREATE TABLE rows (id INTEGER, text TEXT, label INTEGER)")
+        values = [(number, row["text"], row["label"]) for number, row in enumerate(rows)]
+        database.executemany("INSERT INTO rows VALUES (?, ?, ?)", values[::-1])
+    database.close()
+    elsewhere = ("task.dataset='${oc.env:OWN_DATABASE}'", "task.query.train=SELECT text, label FROM rows ORDER BY id")
+    in_memory = f"task.data_files.train={rows_file(rows)}"
     found = {}
     for size in WORLD_SIZES:
-        again = {"stopped": tokens, "resumed": (*tokens, f"output_dir={folder / f'stopped-on-{size}'}")} if size == 2 else {}
-        some = jobs | again if size < 4 else {"mixed": mixed}
-        found |= {(name, size): run for name, run in train_on(size, some, folder, stops={"stopped": (7, 0)}).items()}
+        again = {
+            "stopped": tokens,
+            "resumed": (*tokens, f"output_dir={folder / 'stopped-on-2'}"),
+            "asked": (*OWN, "task.eval_share=0.2", "train.micro_batch_size=4", *elsewhere),
+            "asked_again": (
+                *OWN,
+                "task.eval_share=0.2",
+                "train.micro_batch_size=4",
+                *elsewhere,
+                f"output_dir={folder / 'asked-on-2'}",
+            ),
+            "in_memory": (*jobs["held_out"], in_memory),
+        }
+        some = jobs | (again if size == 2 else {}) if size < 4 else {"mixed": mixed}
+        options = {"stops": {"stopped": (7, 0), "asked": (3, 0)}, "variables": {"OWN_DATABASE": f"sqlite:///{folder}/rows.db"}}
+        found |= {(name, size): run for name, run in train_on(size, some, folder, **options).items()}
     return found
 
 
@@ -89,6 +110,15 @@ def test_shares_of_tokens_are_the_same_on_any_number_of_processes_and_are_report
     assert [part["used"] for part in facts] == [part["samples"] for part in plans[0]]
     page = (runs["tokens", 2].folder / "report.html").read_text()
     assert "what an epoch uses of each" in page and "many.jsonl" in page
+
+
+def test_rows_of_a_database_and_of_a_program_train_as_those_of_a_file(runs):
+    expected = runs["held_out", 2].logged("train/loss")
+    assert runs["in_memory", 2].logged("train/loss") == runs["asked_again", 2].logged("train/loss") == expected
+    found = audit(runs["asked_again", 2].folder)
+    assert (found.problems, found.whole_epochs, len(found.starts)) == ([], 2, 2)
+    for path in runs["asked_again", 2].folder.rglob("*"):
+        assert not path.is_file() or b"sqlite:///" not in path.read_bytes(), path
 
 
 def test_without_evaluation_the_last_model_is_the_model(runs):

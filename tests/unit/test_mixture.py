@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import datasets
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hftune import ConfigError, DataError
@@ -261,9 +261,11 @@ def test_a_data_set_of_which_nothing_is_left_is_refused(files, tmp_path):
         Chats.samples_of_each(chats, SimpleNamespace(column=lambda name: [0, 2]))
 
 
-SIZES = st.lists(st.integers(1, 10**9), min_size=1, max_size=8)
+SIZES = st.lists(st.integers(1, 10**9), min_size=1, max_size=5)
+QUIET = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other tests may be using the cores
 
 
+@QUIET
 @given(SIZES, st.floats(0.05, 100), st.one_of(st.just(inf), st.floats(1, 50)))
 def test_epoch_is_as_long_as_all_data_sets_together_and_repeats_are_bounded(sizes, temperature, most):
     weights = mixed_weights(sizes, None, temperature, most)
@@ -277,6 +279,7 @@ def test_epoch_is_as_long_as_all_data_sets_together_and_repeats_are_bounded(size
         assert [one / sum(asked) for one in asked] == pytest.approx([one / sum(used) for one in used], rel=1e-6, abs=1e-200)
 
 
+@QUIET
 @given(SIZES)
 def test_temperature_of_one_uses_every_sample_once_and_a_great_one_takes_equal_parts(sizes):
     assert mixed_weights(sizes) == [1.0] * len(sizes)
