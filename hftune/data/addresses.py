@@ -26,8 +26,8 @@ from hftune.errors import DataError
 from hftune.secrecy import without_secrets
 
 Value = TypeVar("Value")
-TRIES = 6
-"""Of what a network may interrupt; FIRST_WAIT_S after the first one, and after each twice as long as before."""
+TRIES = 8
+"""Of what a network may interrupt; FIRST_WAIT_S after the first one, and after each twice as long as before: a minute in all."""
 FIRST_WAIT_S = 0.5
 VERSIONS = ("ETag", "etag", "sha256", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created")
 """What file systems say of a file that changes with its content. The first that is said counts."""
@@ -96,6 +96,8 @@ class File:
                 raise OSError(f"{len(data):,} bytes came instead of {stop - start:,}")
             return data
 
+        if start == stop:
+            return b""
         if self.is_local:
             return patiently(read, self)
         self.check()
@@ -105,7 +107,7 @@ class File:
         """Open it; see ``read``."""
         self.check()
         fs, path = self._place()
-        return fs.open(path, "rb")
+        return fs.open(path, "rb", **({} if self.is_local else {"cache_type": "none"}))  # who reads knows what is needed
 
     def check(self) -> None:
         """Raise SourceError if it is not what was found."""
@@ -146,14 +148,17 @@ def patiently(call: Callable[[], Value], what: Any) -> Value:
         except ImportError as error:
             raise SourceError(f"{what} cannot be read: {error}. Install the package with pip.") from error
         except Exception as error:  # each file system has exceptions of its own
-            status, reason = getattr(error, "status", None), str(error).strip().rstrip(".") or type(error).__name__
-            if isinstance(error, FileNotFoundError) or status in (404, 410):
+            cause = error.__cause__ or error  # of any failure, fsspec (2026.9) says on the web that there is no such file
+            status, reason = getattr(cause, "status", None), str(cause).strip().rstrip(".") or type(cause).__name__
+            if isinstance(cause, FileNotFoundError) or status in (404, 410) or "NoSuchBucket" in reason:
                 raise SourceError(f"{what}: there is no such file or bucket.") from error
-            if isinstance(error, PermissionError) or status in (401, 403):
+            if isinstance(cause, PermissionError) or status in (401, 403) or "credentials" in reason:
                 advice = "Check the credentials: those of the environment, or task.storage_options."
                 raise SourceError(f"{what} must not be read: {reason}. {advice}") from error
-            if attempt == TRIES or isinstance(error, ValueError):
+            if attempt == TRIES or isinstance(cause, ValueError):
                 raise SourceError(f"{what} cannot be read: {reason}.") from error
+            if attempt > 2:
+                print(f"note: {what} cannot be read: {without_secrets(reason)}. Trying again in {wait_s:g} s.", flush=True)
             time.sleep(wait_s)
             wait_s *= 2
     raise AssertionError
@@ -244,8 +249,8 @@ class Blocks:
             self.folder.mkdir(exist_ok=True)
             with locked(self.folder):
                 self._make_room(len(data))
-            with atomic_path(path, is_shared=True) as temporary:
-                temporary.write_bytes(data)
+                with atomic_path(path, is_shared=True) as temporary:
+                    temporary.write_bytes(data)
 
     def _make_room(self, wanted: int) -> None:
         states = []

@@ -157,6 +157,7 @@ class RowGroups:
         found = cached_arrays(self.key, lambda: patiently(self._read_footer, file))
         self.starts, self._sizes = found["starts"], found["sizes"]
         self.schema = ipc.read_schema(pa.py_buffer(found["schema"].tobytes()))
+        self._footer: parquet.FileMetaData | None = None
 
     def read(self, rows_N: np.ndarray, columns: pa.Schema) -> pa.Table:
         tables, groups_N = [], np.searchsorted(self.starts, rows_N, side="right") - 1
@@ -172,8 +173,9 @@ class RowGroups:
         return block_name(self.key, part, sorted(names)), fetch, int(self._sizes[part])
 
     def _read_group(self, group: int, names: list[str]) -> pa.Buffer:
-        with self.file.open() as file:
-            table = parquet.ParquetFile(file).read_row_group(group, columns=names).select(names)
+        with self.file.open() as opened:
+            file = parquet.ParquetFile(opened, metadata=self._footer, pre_buffer=True)
+            self._footer, table = file.metadata, file.read_row_group(group, columns=names).select(names)
         sink = pa.BufferOutputStream()
         with ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table.combine_chunks())
