@@ -5,6 +5,7 @@ Knows no format, no row and no task.
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 import time
@@ -85,10 +86,17 @@ class File:
             SourceError: it has changed, is not there any more, or cannot be read.
         """
 
-        def read() -> bytes:
-            with self.open() as file:
-                file.seek(start)
-                return file.read(stop - start)
+        with self.open() as file:
+            file.seek(start)
+            return file.read(stop - start)
+
+    def open(self) -> BinaryIO:
+        """Open it; see ``read``."""
+        self.check()
+        return Path(self.address).open("rb") if self.is_local else Elsewhere(self)  # type: ignore[return-value]
+
+    def fetch(self, start: int, stop: int) -> bytes:
+        """Return some bytes of a file that is elsewhere, whatever has become of it."""
 
         def fetch() -> bytes:
             fs, path = self._place()
@@ -96,18 +104,7 @@ class File:
                 raise OSError(f"{len(data):,} bytes came instead of {stop - start:,}")
             return data
 
-        if start == stop:
-            return b""
-        if self.is_local:
-            return patiently(read, self)
-        self.check()
-        return patiently(fetch, self)
-
-    def open(self) -> BinaryIO:
-        """Open it; see ``read``."""
-        self.check()
-        fs, path = self._place()
-        return fs.open(path, "rb", **({} if self.is_local else {"cache_type": "none"}))  # who reads knows what is needed
+        return patiently(fetch, self) if start < stop else b""
 
     def check(self) -> None:
         """Raise SourceError if it is not what was found."""
@@ -127,6 +124,32 @@ class File:
 
     def _place(self) -> tuple[AbstractFileSystem, str]:
         return url_to_fs(self.address, **({} if self.is_local else self.options))  # anew: none may be used in a fork
+
+
+class Elsewhere(io.RawIOBase):
+    """A file that is elsewhere, opened. Exactly the bytes that are asked for are fetched, in one request."""
+
+    def __init__(self, file: File):
+        self.file, self.place = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.file.size}[whence]
+        return self.place
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.file.fetch(self.place, min(self.place + len(buffer), self.file.size))
+        buffer[: len(data)] = data
+        self.place += len(data)
+        return len(data)
 
 
 def _version(info: Mapping[str, Any]) -> str:

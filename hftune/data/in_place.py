@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +20,7 @@ from datasets.fingerprint import Hasher
 from pyarrow import ipc, json, parquet
 
 from hftune.batch_plan import spread
-from hftune.data.addresses import Blocks, File, block_name, find_files, patiently
+from hftune.data.addresses import Blocks, File, SourceError, block_name, find_files
 from hftune.data.cache import cached_arrays, saying
 from hftune.errors import DataError
 
@@ -91,7 +92,7 @@ class Lines:
             table.validate(full=True)  # that texts are UTF-8
             problem = "" if len(table) == len(rows_N) else "it is no JSON object on a line of its own"
         except pa.ArrowException as error:
-            problem = str(error).removeprefix("JSON parse error: ").partition(" in row ")[0]
+            problem = str(error).removeprefix("JSON parse error: ").partition(" in row ")[0].rstrip(".")
         if not problem:
             return table.select(columns.names)
         if len(rows_N) == 1:
@@ -154,10 +155,10 @@ class RowGroups:
 
     def __init__(self, file: File, blocks: Blocks):
         self.file, self.blocks, self.size, self.key = file, blocks, file.size, ["row groups", *file.key]
-        found = cached_arrays(self.key, lambda: patiently(self._read_footer, file))
+        self._footer: parquet.FileMetaData | None = None
+        found = cached_arrays(self.key, self._read_footer)
         self.starts, self._sizes = found["starts"], found["sizes"]
         self.schema = ipc.read_schema(pa.py_buffer(found["schema"].tobytes()))
-        self._footer: parquet.FileMetaData | None = None
 
     def read(self, rows_N: np.ndarray, columns: pa.Schema) -> pa.Table:
         tables, groups_N = [], np.searchsorted(self.starts, rows_N, side="right") - 1
@@ -169,21 +170,29 @@ class RowGroups:
         return pa.concat_tables(tables)
 
     def block(self, part: int, names: Sequence[str]) -> Block:
-        fetch = partial(patiently, partial(self._read_group, part, [*names]), self.file)
-        return block_name(self.key, part, sorted(names)), fetch, int(self._sizes[part])
+        fetch = partial(self._read_group, part, [*names])
+        return block_name(self.key, part, [*names]), fetch, int(self._sizes[part])
 
     def _read_group(self, group: int, names: list[str]) -> pa.Buffer:
-        with self.file.open() as opened:
-            file = parquet.ParquetFile(opened, metadata=self._footer, pre_buffer=True)
-            self._footer, table = file.metadata, file.read_row_group(group, columns=names).select(names)
+        with self._opened() as file:
+            table = file.read_row_group(group, columns=names).select(names)
         sink = pa.BufferOutputStream()
         with ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table.combine_chunks())
         return sink.getvalue()
 
+    @contextmanager
+    def _opened(self) -> Iterator[parquet.ParquetFile]:
+        try:
+            with self.file.open() as opened:
+                file = parquet.ParquetFile(opened, metadata=self._footer, pre_buffer=True)
+                self._footer = file.metadata
+                yield file
+        except pa.ArrowException as error:
+            raise SourceError(f"{self.file} cannot be read as parquet: {error}.") from error
+
     def _read_footer(self) -> dict[str, np.ndarray]:
-        with self.file.open() as opened:
-            file = parquet.ParquetFile(opened)
+        with self._opened() as file:
             groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
             return {
                 "starts": np.cumsum([0, *(group.num_rows for group in groups)]),
@@ -320,7 +329,7 @@ class RowsInPlace:
         firsts = self._parts if self.numbers is None else np.searchsorted(self.numbers, self._parts)
         groups = [0]
         for count in np.diff(firsts).tolist():
-            if groups[-1] and groups[-1] >= least:
+            if groups[-1] and groups[-1] >= least and count:
                 groups.append(0)
             groups[-1] += count
         return groups
