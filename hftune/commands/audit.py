@@ -30,8 +30,8 @@ def run(options: argparse.Namespace) -> int:
     epochs = count(result.whole_epochs, "complete epoch")
     print(f"{options.folder}: {result.steps:,} steps, {result.samples:,} samples, {epochs}.")
     for index, part in enumerate(result.mixture):
-        rows, weight, samples = part["rows"], part["weight"], part["samples"]
-        print(f"  task.datasets[{index}]: {rows:,} rows x {weight:g} = {samples:,} samples an epoch")
+        rows, weight, samples, used = part["rows"], part["weight"], part["samples"], part["used"]
+        print(f"  task.datasets[{index}]: {rows:,} rows x {weight:g} = {samples:,} samples an epoch, {used:,} used in all")
     if result.repeated:
         print(f"  not counted: {count(result.repeated, 'step')} that a resume took back")
     if result.left_out:

@@ -1,9 +1,14 @@
-"""Rows of spreadsheets, of databases, and of programs, whose columns have no declared types. Knows no task."""
+"""Rows of Excel files, of databases, and of programs, as parquet files in the cache of prepared data. Knows no task.
+
+A file is named by what it is made of, or by what is in it, so all processes of a machine, and all runs, read the same one.
+"""
 
 from __future__ import annotations
 
+import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import sha256
 from itertools import chain
 from typing import Any
 
@@ -12,6 +17,7 @@ import fsspec
 import pandas
 import pyarrow as pa
 
+from hftune import __version__
 from hftune.atomic import atomic_path
 from hftune.data.cache import cache_dir, explained, locked
 from hftune.data.digest import content_digest
@@ -19,44 +25,26 @@ from hftune.data.files import local_files
 from hftune.errors import DataError, did_you_mean
 
 
-def read_excel(
-    source: str, files: Sequence[str], sheet: str | None, storage_options: Mapping[str, Any] | None = None
-) -> datasets.Dataset:
-    """Read a sheet of Excel files, by default the first: the names of the columns, and a row below for each row.
+def rows_file(rows: Any) -> str:
+    """Write rows that a program has into a file, and return its path, for ``task.data_files``.
 
-    Texts stay texts, and only an empty cell is a missing value. A column of cells of several kinds becomes texts.
+    The file is in the cache of prepared data, under a hash of what it holds: the same rows have the same path, on every
+    process and in every run, so a run resumes, and is evaluated, with them.
 
     Args:
-        source: the key and value that name the files, at the start of error messages.
-        storage_options: what fsspec is given to reach files that are elsewhere.
+        rows: a list of dictionaries, a ``pandas.DataFrame`` without its index, or a ``datasets.Dataset``.
 
     Raises:
-        DataError: a file cannot be read, has no such sheet, or has other columns than the first one.
+        DataError: these are no rows, or a column holds values of several kinds.
     """
-    frames, options = [], storage_options or {}
-    for path in chain.from_iterable([name] if "://" in name else sorted(local_files(name)) for name in files):
-        try:
-            with fsspec.open(path, "rb", compression="infer", **options) as file, pandas.ExcelFile(file) as book:
-                if sheet not in (None, *book.sheet_names):
-                    names, hint = ", ".join(map(str, book.sheet_names)), did_you_mean(str(sheet), book.sheet_names)
-                    raise DataError(f"task.sheet={sheet} is not a sheet of {path}. It has: {names}.{hint}")
-                frames.append(book.parse(sheet or 0, dtype=object, keep_default_na=False, na_values=[""]))
-        except ImportError as error:
-            package = (re.search("openpyxl|xlrd|pyxlsb", str(error)) or ["openpyxl"])[0]
-            raise DataError(f"{source}: {path} is an Excel file. To read it: pip install {package}") from error
-        except DataError:
-            raise
-        except Exception as error:  # the packages that read them have exceptions of their own
-            raise DataError(f"{source}: {path} cannot be read as an Excel file: {_reason(error)}.") from error
-        if [*frames[-1].columns] != [*frames[0].columns]:
-            here, first = (", ".join(map(str, frame.columns)) for frame in (frames[-1], frames[0]))
-            raise DataError(f"{source}: {path} has the columns {here}, and the first file has {first}. Make them the same.")
-    cells = pandas.concat(frames, ignore_index=True)
-    return _dataset({str(name): _cells(cells[name].tolist()) for name in cells.columns})
+    found = _given(rows)
+    if len(found) == 0:
+        raise DataError("There are no rows to write.")
+    return _written(f"rows-{content_digest(found)[:32]}", lambda: found)
 
 
-def read_query(source: str, database: str, query: str) -> datasets.Dataset:
-    """Read the rows that a query selects, into memory.
+def query_file(source: str, database: str, query: str) -> str:
+    """Write the rows that a query selects into a file, and return its path.
 
     Args:
         source: the key that names the query, at the start of error messages.
@@ -86,29 +74,67 @@ def read_query(source: str, database: str, query: str) -> datasets.Dataset:
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise DataError(f"{source} selects two columns of the name {twice}. Rename one of them: ... AS other_name.")
     columns = zip(*rows, strict=True) if rows else [()] * len(names)
-    return _dataset({name: _cells(values) for name, values in zip(names, columns, strict=True)})
+    found = _dataset({name: _cells(values) for name, values in zip(names, columns, strict=True)})
+    return _written(f"rows-{content_digest(found)[:32]}", lambda: found)
 
 
-def rows_file(rows: Any) -> str:
-    """Write rows that a program has into a file, and return its path, for ``task.data_files``.
+def excel_file(source: str, files: Sequence[str], sheet: str | None, storage_options: Mapping[str, Any] | None = None) -> str:
+    """Write a sheet of Excel files, by default the first, into a parquet file, and return its path.
 
-    The file is in the cache of prepared data, under a hash of what it holds: the same rows have the same path, on every
-    process and in every run, so a run resumes, and is evaluated, with them.
+    The first row has the names of the columns. Texts stay texts, and only an empty cell is a missing value. A column of cells
+    of several kinds becomes texts.
 
     Args:
-        rows: a list of dictionaries, a ``pandas.DataFrame`` without its index, or a ``datasets.Dataset``.
+        source: the key and value that name the files, at the start of error messages.
+        storage_options: what fsspec is given to reach files that are elsewhere.
 
     Raises:
-        DataError: these are no rows, or a column holds values of several kinds.
+        DataError: a file cannot be read, has no such sheet, or has other columns than the first one.
     """
-    found = _given(rows)
-    if len(found) == 0:
-        raise DataError("There are no rows to write.")
-    path = cache_dir() / f"rows-{content_digest(found)[:32]}.parquet"
+    books = {}
+    for path in chain.from_iterable([name] if "://" in name else sorted(local_files(name)) for name in files):
+        with fsspec.open(path, "rb", compression="infer", **(storage_options or {})) as file:
+            books[path] = file.read()
+
+    def read() -> datasets.Dataset:
+        frames = {path: _sheet(source, path, data, sheet) for path, data in books.items()}
+        columns = {path: ", ".join(map(str, frame.columns)) for path, frame in frames.items()}
+        first, *_ = columns.values()
+        for path, named in columns.items():
+            if named != first:
+                raise DataError(
+                    f"{source}: {path} has the columns {named}, and the first file has {first}. Make them the same."
+                )
+        cells = pandas.concat(frames.values(), ignore_index=True)
+        return _dataset({str(name): _cells(cells[name].tolist()) for name in cells.columns})
+
+    key = [__version__, str(sheet), *(sha256(data).hexdigest() for data in books.values())]
+    return _written(f"excel-{sha256(' '.join(key).encode()).hexdigest()[:32]}", read)
+
+
+def _sheet(source: str, path: str, data: bytes, sheet: str | None) -> pandas.DataFrame:
+    try:
+        with pandas.ExcelFile(io.BytesIO(data)) as book:
+            if sheet in (None, *book.sheet_names):
+                return book.parse(sheet or 0, dtype=object, keep_default_na=False, na_values=[""])
+            names = [*map(str, book.sheet_names)]
+    except ImportError as error:
+        package = (re.search("openpyxl|xlrd", str(error)) or ["openpyxl"])[0]
+        raise DataError(f"{source}: {path} is an Excel file. To read it: pip install {package}") from error
+    except Exception as error:  # the packages that read them have exceptions of their own
+        raise DataError(f"{source}: {path} cannot be read as an Excel file: {_reason(error)}.") from error
+    raise DataError(
+        f"task.sheet={sheet} is not a sheet of {path}. It has: {', '.join(names)}.{did_you_mean(str(sheet), names)}"
+    )
+
+
+def _written(name: str, read: Callable[[], datasets.Dataset]) -> str:
+    path = cache_dir() / f"{name}.parquet"
     with locked(path):
         if not path.is_file():
+            rows = read()
             with explained(), atomic_path(path, is_shared=True) as temporary:
-                found.to_parquet(str(temporary))
+                rows.to_parquet(str(temporary))
     return str(path)
 
 

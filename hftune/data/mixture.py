@@ -63,15 +63,14 @@ class Mixture:
 
         Args:
             plan: number of samples and weight of each.
-            lengths: as for ``plan``.
+            lengths: as for ``plan``. Of samples that are made as needed, tokens are counted only if the plan needs them.
         """
-        counts = [count for count, _ in plan]
-        means = [None] * len(counts) if lengths is None else self.mean_lengths(counts, lengths)
+        counts, is_counted = [count for count, _ in plan], isinstance(lengths, np.ndarray) or self.mixing.get("by") == "tokens"
+        means = self.mean_lengths(counts, lengths) if is_counted else [None] * len(counts)
         found = []
         for name, (count, weight), mean in zip(self.names, plan, means, strict=True):
-            taken = drawn(count, weight)
-            tokens = None if mean is None else round(taken * mean)
-            found.append({"name": name, "samples": count, "weight": weight, "used": taken, "tokens": tokens})
+            tokens = None if mean is None else round(drawn(count, weight) * mean)
+            found.append({"name": name, "samples": count, "weight": weight, "used": drawn(count, weight), "tokens": tokens})
         return found
 
     def mean_lengths(self, counts: Sequence[int], lengths: Any) -> list[float]:

@@ -25,7 +25,7 @@ from hftune.config.importing import import_named
 from hftune.data import idx
 from hftune.data.addresses import File, find_files
 from hftune.data.cache import cached_value
-from hftune.data.cells import read_excel, read_query
+from hftune.data.cells import excel_file, query_file
 from hftune.data.digest import MIN_CACHED_ROWS, content_digest
 from hftune.data.files import NOT_UTF8, SURPLUS, local_files
 from hftune.data.hub import failure, fetch
@@ -58,7 +58,8 @@ def load_split(source: Source, split: str, source_split: str = "") -> datasets.D
             kind, named = source.format_of(split), f"{source.files_key(split)}={source.files[split]}"
             rows = load_files(kind, named, source.paths(split), split, options=source.options, sheet=source.sheet)
         elif source.kind == "database":
-            rows = read_query(source.query_key(split), str(source.dataset), source.queries[split])
+            key = source.query_key(split)
+            rows = load_files("parquet", key, [query_file(key, str(source.dataset), source.queries[split])], split)
         elif source.kind == "function":
             rows = _from_function(source.dataset, split)
         elif source.kind == "hub":
@@ -174,7 +175,7 @@ def load_files(
         for file in files:
             File.found(file, options or {})  # unlike datasets, it says why a file cannot be read
     if kind == "excel":
-        return read_excel(source, files, sheet, **elsewhere)
+        kind, files, elsewhere = "parquet", [excel_file(source, files, sheet, **elsewhere)], {}
     if kind not in ("csv", "tsv"):
         rows = load(kind, source, data_files={split: files}, split=split, **elsewhere)
         if kind != "text" and len(rows):  # pyarrow reads the others without looking at their characters

@@ -36,7 +36,7 @@ class Audit:
     """Each holds the hash of the line before."""
     end: str = NOTHING
     mixture: list[dict[str, Any]] = field(default_factory=list)
-    """Of each data set of a mixture: rows, weight, and samples, the number that an epoch uses."""
+    """Of each data set of a mixture: rows, weight, samples, the number that an epoch uses, and used, that of all steps."""
     problems: list[str] = field(default_factory=list)
     """Empty if the ledger proves that no sample was lost or used twice."""
 
@@ -62,9 +62,10 @@ def audit(folder: str | Path) -> Audit:
     order, epoch, used_N = plan.epoch(0), -1, np.zeros(plan.num_samples, int)
     if plan.mixture is not None:
         found.mixture = [
-            {"rows": rows, "weight": weight, "samples": samples}
+            {"rows": rows, "weight": weight, "samples": samples, "used": 0}
             for (rows, weight), samples in zip(plan.mixture, plan.drawn_per_epoch, strict=True)
         ]
+    ends = np.cumsum([0, *(part["rows"] for part in found.mixture)])
     for number, line in enumerate(record.taken, start=1):
         place = divmod(number - 1, plan.num_steps)
         if (line["step"], line["epoch"], line["step_in_epoch"]) != (number, *place):
@@ -90,6 +91,9 @@ def audit(folder: str | Path) -> Audit:
         if (line.get("num_samples"), line.get("digest")) != (len(samples), format_digest(*samples_digest(samples))):
             found.problems.append(f"Step {number} was computed from other samples than its plan says.")
         found.samples += line.get("num_samples", 0)
+        counts = np.histogram(samples, bins=ends)[0].tolist() if found.mixture else ()
+        for part, used in zip(found.mixture, counts, strict=True):
+            part["used"] += used
     broken = {(number - 1) // plan.num_steps for number in found.skipped}
     found.whole_epochs = len(set(range(found.steps // plan.num_steps)) - broken)
     return found

@@ -10,7 +10,7 @@ import pytest
 from hftune import ConfigError, DataError, rows_file
 from hftune.config import Recipe
 from hftune.data import notices
-from hftune.data.cells import read_excel, read_query
+from hftune.data.cells import excel_file, query_file
 from hftune.data.rows import load_split
 from hftune.data.sources import Source, names_eval_data
 from hftune.data.table import read_table
@@ -30,6 +30,10 @@ def database(tmp_path):
         connection.executemany("INSERT INTO reviews VALUES (?, ?, ?)", values)
     connection.close()
     return f"sqlite:///{tmp_path}/reviews.db"
+
+
+def read(path):
+    return load_split(Source(files={"train": path}), "train")
 
 
 def problems(**fields):
@@ -61,7 +65,7 @@ def test_cells_of_an_excel_file_are_what_they_are(book):
     day = datetime.datetime(2024, 5, 1)
     head = ["text", "code", "whole", "number", "mixed", "day", 2020]
     path = book(first=[head, ["NA", "007", 7, 7.5, 1, day, True], ["null", "1e3", None, 2, "two", None, False], [" ", None, 8]])
-    rows = read_excel("task.data_files.train=book.xlsx", [path], None)
+    rows = read(path)
     assert rows[:] == {
         **{"text": ["NA", "null", " "], "code": ["007", "1e3", None], "whole": [7, None, 8], "number": [7.5, 2.0, None]},
         **{"mixed": ["1", "two", None], "day": [day, None, None], "2020": [True, False, None]},
@@ -75,15 +79,15 @@ def test_rows_of_an_excel_file_are_those_of_a_csv_file(book, tmp_path):
     pandas.DataFrame(table[1:], columns=table[0]).to_csv(tmp_path / "book.csv", index=False)
     excel = load_split(Source(files={"train": path}, sheet="data"), "train")
     assert excel[:] == load_split(Source(files={"train": str(tmp_path / "book.csv")}), "train")[:]
-    again = load_split(Source(files={"train": path}, sheet="data"), "train")
-    assert again._fingerprint == excel._fingerprint
     assert read_table(book("one.xlsx", data=table)).rows[:] == excel[:]
+    other = book("other.xlsx", data=[table[0], ["an other text", 3]])
+    assert read([other, str(tmp_path / "one.xlsx")])["text"][:2] == ["an other text", "text 0"]
 
 
 def test_excel_files_that_cannot_be_read_are_refused_in_a_sentence(book, tmp_path, monkeypatch):
     def said(*files, sheet=None):
         with pytest.raises(DataError) as caught:
-            read_excel("task.data_files.train=x", [*files], sheet)
+            excel_file("task.data_files.train=x", [*files], sheet)
         return str(caught.value)
 
     path = book(reviews=[["text", "label"], ["a", 1]], notes=[["a"]])
@@ -96,7 +100,9 @@ def test_excel_files_that_cannot_be_read_are_refused_in_a_sentence(book, tmp_pat
     )
     (tmp_path / "no.xlsx").write_text("text,label")
     assert said(str(tmp_path / "no.xlsx")).startswith(f"task.data_files.train=x: {tmp_path}/no.xlsx cannot be read as an Excel")
+    assert excel_file("", [path], None) == excel_file("", [path], None) != excel_file("", [path], "notes")
     monkeypatch.setattr(pandas, "ExcelFile", raising(ImportError("`Import openpyxl` failed.")))
+    path = book(reviews=[["text", "label"], ["b", 2]])
     assert said(path) == f"task.data_files.train=x: {path} is an Excel file. To read it: pip install openpyxl"
 
 
@@ -110,16 +116,17 @@ def raising(error):
 # Databases
 
 
-def test_rows_of_a_query_are_in_its_order_and_their_fingerprint_follows_what_is_in_them(database):
+def test_rows_of_a_query_are_in_its_order_and_their_file_is_named_by_what_is_in_them(database):
     query = "SELECT text, stars, '50% :x' AS note, CASE WHEN stars THEN 1 ELSE 'no' END AS mixed FROM reviews ORDER BY id DESC"
-    rows = read_query("task.query.train", database, query)
+    path = query_file("task.query.train", database, query)
+    rows = read(path)
     assert rows["text"][:] == [row["text"] for row in ROWS] and rows["stars"][:2] == [0, 1]
     assert rows[0]["note"] == "50% :x" and rows["mixed"][:2] == ["no", "1"]
-    assert read_query("task.query.train", database, query)._fingerprint == rows._fingerprint
+    assert query_file("task.query.train", database, query) == path
     with sqlite3.connect(database.removeprefix("sqlite:///")) as connection:
         connection.execute("UPDATE reviews SET text = 'other' WHERE id = 0")
     connection.close()
-    assert read_query("task.query.train", database, query)._fingerprint != rows._fingerprint
+    assert query_file("task.query.train", database, query) != path
 
 
 def test_queries_of_both_splits_or_a_share_are_enough(database):
@@ -165,14 +172,14 @@ def test_what_a_database_refuses_is_said_in_a_sentence_without_its_password(data
 
     def said(query=QUERY, url=database):
         with pytest.raises(DataError) as caught:
-            read_query("task.query.train", url, query)
+            query_file("task.query.train", url, query)
         assert caught.value.__cause__ is None or "hunter2" not in repr(caught.value.__cause__)
         return str(caught.value)
 
     assert said("SELECT txt FROM reviews ORDER BY id") == "task.query.train failed: no such column: txt."
     assert said("SELECT text FROM review ORDER BY id") == "task.query.train failed: no such table: review."
     assert said("DELETE FROM reviews").startswith("task.query.train failed: This result object does not return rows")
-    assert len(read_query("task.query.train", database, QUERY)) == 8  # nothing has been deleted
+    assert len(read(query_file("task.query.train", database, QUERY))) == 8  # nothing has been deleted
     assert said("SELECT id, id FROM reviews").startswith("task.query.train selects two columns of the name id. Rename one")
     assert (
         said(url="nonsense://me:hunter2@host/x") == "task.query.train failed: Can't load plugin: sqlalchemy.dialects:nonsense."
@@ -210,20 +217,19 @@ def test_rows_of_a_program_become_a_file_that_is_named_by_what_they_are():
     path = rows_file(ROWS)
     assert rows_file(pandas.DataFrame(ROWS)) == rows_file(datasets.Dataset.from_list(ROWS)) == rows_file(iter(ROWS)) == path
     assert rows_file(ROWS[::-1]) != path
-    assert load_split(Source(files={"train": path}), "train")[:] == {name: [row[name] for row in ROWS] for name in ROWS[0]}
+    assert read(path)[:] == {name: [row[name] for row in ROWS] for name in ROWS[0]}
     own = SequenceClassification(model=None, model_config=CONFIG, data_files={"train": path}, eval_share=0.25)
     assert own.validate() == [] and len(own.rows["train"]) == 6
 
 
 def test_columns_that_only_some_rows_have_categories_and_class_names_are_kept():
-    def read(rows):
-        return load_split(Source(files={"train": rows_file(rows)}), "train")
-
-    assert read([{"text": "a"}, {"text": "b", "label": 1}])[:] == {"text": ["a", "b"], "label": [None, 1]}
+    assert read(rows_file([{"text": "a"}, {"text": "b", "label": 1}]))[:] == {"text": ["a", "b"], "label": [None, 1]}
     frame = pandas.DataFrame({"text": ["007", "b"], "label": pandas.Categorical(["yes", "no"])})
-    assert read(frame)[:] == {"text": ["007", "b"], "label": ["yes", "no"]}
+    assert read(rows_file(frame))[:] == {"text": ["007", "b"], "label": ["yes", "no"]}
     features = datasets.Features(text=datasets.Value("string"), label=datasets.ClassLabel(names=["no", "yes"]))
-    assert read(datasets.Dataset.from_dict({"text": ["a"], "label": [1]}, features=features)).features == features
+    named = datasets.Dataset.from_dict({"text": ["a"], "label": [1]}, features=features)
+    assert read(rows_file(named)).features == features
+    assert rows_file(named) != rows_file([{"text": "a", "label": 1}])
 
 
 @pytest.mark.parametrize(

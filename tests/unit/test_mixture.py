@@ -101,10 +101,13 @@ def test_the_ledger_proves_how_often_each_row_was_used(tmp_path, capsys):
     batches = plan([(20, 0.5), (8, 2)])
     found = written(tmp_path, batches, 14)
     assert found.problems == [] and (found.whole_epochs, found.samples) == (2, 52)
-    assert found.mixture == [{"rows": 20, "weight": 0.5, "samples": 10}, {"rows": 8, "weight": 2, "samples": 16}]
+    assert found.mixture == [
+        {"rows": 20, "weight": 0.5, "samples": 10, "used": 20},
+        {"rows": 8, "weight": 2, "samples": 16, "used": 32},
+    ]
     assert audit_command.run(type("Options", (), {"folder": str(tmp_path)})) == 0
     said = capsys.readouterr().out
-    assert "  task.datasets[1]: 8 rows x 2 = 16 samples an epoch\n" in said
+    assert "  task.datasets[1]: 8 rows x 2 = 16 samples an epoch, 32 used in all\n" in said
     assert "as many of each data set as its weight says, and each of its rows equally often, give or take one." in said
     assert written(tmp_path, batches, 3, swap=True).problems == ["Step 3 was computed from other samples than its plan says."]
 
