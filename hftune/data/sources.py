@@ -133,6 +133,7 @@ class Source:
             yield "task.data_files.train is missing. Name the files of the train split: task.data_files.train=..."
         if needs_eval and "eval" not in files:
             yield f"task.data_files.eval is missing. Name evaluation data (task.data_files.eval=...), {NO_EVAL_DATA}."
+        found: set[str | None] = set()
         for split, patterns in files.items():
             key, paths = self.files_key(split), [patterns] if isinstance(patterns, str) else patterns
             if split not in ("train", "eval", "test"):
@@ -145,8 +146,11 @@ class Source:
                 if problem := self._pattern_problem(pattern):
                     yield f"{key}={pattern}{problem}"
             formats = {file_format(pattern) for pattern in paths} - {None}
+            found |= formats
             if self.dataset not in FILE_FORMATS and len(formats) > 1:
                 yield f"{key} has files of several formats: {', '.join(sorted(formats))}. Use one format."
+        if self.sheet is not None and found and "excel" not in found:
+            yield f"{self.key}.sheet={self.sheet} names a sheet of Excel files, and none of the files is one. Leave it out."
 
     def _query_problems(self, queries: Mapping[str, Any], needs_eval: bool) -> Iterator[str]:
         example = "'SELECT text, label FROM reviews ORDER BY id'"
@@ -326,7 +330,8 @@ def _entry_problems(entry: Mapping[str, Any], key: str) -> Iterator[str]:
         yield f"{key}.data_files={dict(files)} must be a path, a glob or a list of them: all of these files are trained on."
     else:
         queries = {"train": entry["query"]} if "query" in entry else None
-        named = Source(dataset and str(dataset), files and {"train": files}, key=key, queries=queries)
+        sheet = entry.get("sheet")
+        named = Source(dataset and str(dataset), files and {"train": files}, key=key, queries=queries, sheet=sheet)
         yield from named.problems(needs_eval=False)
     for name in ("dataset", "dataset_config", "dataset_revision", "split", "sheet"):
         if not isinstance(value := entry.get(name), str | None):

@@ -16,6 +16,7 @@ from jinja2 import Environment, PackageLoader, Template
 from hftune.checkpoints.export import read_about
 from hftune.config.importing import is_own
 from hftune.config.recipe import Recipe, type_name
+from hftune.data.sources import is_database
 from hftune.task import Task
 from hftune.tracking.console import duration, is_number, short
 from hftune.tracking.facts import NAME as RUN
@@ -255,9 +256,12 @@ def is_reference(text: str) -> bool:
 
 
 def local_data(facts: CardFacts) -> str | None:
-    """Name data of a shipped task that are not from the Hub: a function, or files, whose paths are nobody's business."""
+    """Name data of a shipped task that are not from the Hub: a function, or files, whose paths are nobody's business, as is the
+    URL of a database."""
     dataset = facts.task.get("dataset")
-    if not isinstance(dataset, str) or is_reference(dataset) or not is_own(f"{type(facts.recipe.task).__module__}."):
+    if not isinstance(dataset, str) or not is_own(f"{type(facts.recipe.task).__module__}."):
+        return None
+    if is_reference(dataset) or is_database(dataset):
         return None
     return dataset if ":" in dataset and not facts.task.get("data_files") else "own files"
 

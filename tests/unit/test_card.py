@@ -142,6 +142,12 @@ def test_what_is_not_known_is_left_out(folder):
     assert (data.base_model, data.datasets) == (None, None)
 
 
+def test_url_of_a_database_is_not_shown(folder):
+    words = ("task.dataset=sqlite:///own.db", "task.query.train=SELECT text FROM t ORDER BY id")
+    text = card(folder("yelp_demo", *words, run=None, result={**RESULT, "commits": {}}))
+    assert "own.db" not in text and "trained from scratch with hftune" in text
+
+
 def test_labels_come_from_the_model_where_the_run_did_not_write_them_down(folder):
     names = {str(number): f"class {number}" for number in range(60)}
     text = card(folder("yelp_demo", run={**RUN, "labels": None}, config={"id2label": names}))

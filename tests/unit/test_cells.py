@@ -248,6 +248,13 @@ def test_what_are_no_rows_is_refused(rows, problem):
     assert str(caught.value) == problem
 
 
+def test_sheet_of_files_that_are_not_excel_files_is_refused():
+    (said,) = problems(data_files={"train": rows_file(ROWS)}, sheet="data", eval_share=0.1)
+    assert said == "task.sheet=data names a sheet of Excel files, and none of the files is one. Leave it out."
+    entries = [{"data_files": rows_file(ROWS), "sheet": "data"}]
+    assert problems(datasets_=entries, eval_share=0.1)[0].startswith("task.datasets[0].sheet=data names a sheet of Excel files")
+
+
 def test_rows_in_place_of_a_path_and_columns_that_are_not_there_are_refused():
     (said,) = problems(data_files={"train": pandas.DataFrame(ROWS)}, eval_share=0.1)
     assert said.startswith("task.data_files.train=") and said.endswith(
