@@ -5,6 +5,7 @@ Imports nothing heavy: recipes are checked before torch is imported.
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
 from collections import Counter
@@ -251,8 +252,8 @@ MIXTURE_KEYS = (
     *("dataset", "dataset_config", "dataset_revision", "data_files", "split", "query", "sheet", "columns", "weight", "share"),
 )
 """Keys of an entry of ``task.datasets``."""
-MIXING = {"temperature": 0, "max_repeats": 1}
-"""Keys of ``task.mixing`` that are numbers, and what they have to be above, or at least."""
+MIXING = {"temperature": 0.1, "max_repeats": 1}
+"""Keys of ``task.mixing`` that are numbers, and their least values."""
 
 
 def mixture_name(entry: Mapping[str, Any], index: int) -> str:
@@ -301,9 +302,8 @@ def mixing_problems(mixing: Mapping[str, Any], entries: Sequence[Mapping[str, An
         elif name not in MIXING:
             known = ("by", *MIXING)
             yield f"task.mixing.{name} is not a key. Keys: {', '.join(known)}.{did_you_mean(str(name), known)}"
-        elif not _is_number(value) or not (value > 0 and value >= MIXING[name]):
-            least = "at least 1" if MIXING[name] else "above 0"
-            yield f"task.mixing.{name}={format_value(value)} must be a number, {least}."
+        elif not _is_number(value) or value < MIXING[name]:
+            yield f"task.mixing.{name}={format_value(value)} must be a number of at least {MIXING[name]}."
     has_share = ["share" in entry for entry in entries]
     if any(has_share) and not all(has_share):
         yield f"task.datasets[{has_share.index(False)}] has no share, but others have. Give each of them one, or none."
@@ -315,8 +315,8 @@ def mixing_problems(mixing: Mapping[str, Any], entries: Sequence[Mapping[str, An
             yield f"task.datasets[{index}].weight and {instead} both say how often its rows are used. Leave one of them out."
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e6
+def _is_number(value: Any, below: float = 1e6) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < below
 
 
 def _entry_problems(entry: Mapping[str, Any], key: str) -> Iterator[str]:
@@ -339,7 +339,7 @@ def _entry_problems(entry: Mapping[str, Any], key: str) -> Iterator[str]:
     weight, share = entry.get("weight", 1), entry.get("share", 1)
     if not _is_number(weight) or weight <= 0:
         yield f"{key}.weight={weight} must be a number above 0: how often an epoch uses each row, such as 0.5 or 3."
-    if not _is_number(share) or share <= 0:
+    if not _is_number(share, math.inf) or share <= 0:
         yield f"{key}.share={share} must be a number above 0: its part of an epoch, compared to the shares of the others."
     columns = entry.get("columns") or {}
     if not isinstance(columns, Mapping) or not all(isinstance(name, str) for pair in columns.items() for name in pair):
