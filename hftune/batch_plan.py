@@ -8,12 +8,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from hftune.errors import ConfigError, DataError
+
+Pairs = tuple[tuple[int, float], ...]
 
 
 def drawn(count: int, weight: float) -> int:
@@ -207,29 +210,39 @@ class BatchPlan:
 
     def epoch(self, epoch: int) -> EpochPlan:
         """Lay out one epoch (0-based): O(N) time, 4 bytes a sample. Lengths are looked at when a step is."""
-        order_N = self._samples(epoch)
-        if self.shuffle:
-            # RandomState, not Generator: its stream is frozen for good (NEP 19), and a run may be resumed under a
-            # newer numpy. The pair seeds Mersenne Twister's init_by_array, so epochs and seeds never overlap.
-            rng = np.random.RandomState([self.seed % 2**32, epoch])
-            if self.window is None or self.window >= len(order_N):
-                rng.shuffle(order_N)
-            else:
-                order_N = shuffled_in_windows(order_N, self.groups, self.window, rng)
-        return EpochPlan(self, order_N)
+        mixture = None if self.mixture is None else tuple((count, weight) for count, weight in self.mixture)
+        return EpochPlan(
+            self, order(self.num_samples, self.seed, epoch, self.shuffle, mixture, self.window, tuple(self.groups))
+        )
 
-    def _samples(self, epoch: int) -> np.ndarray:
-        """Return the samples of an epoch, ascending: with weights of 1, those without a mixture."""
-        kind = np.int32 if self.num_samples < 2**31 else np.int64
-        if self.mixture is None:
-            return np.arange(self.num_samples, dtype=kind)
-        drawn, start = [], 0
-        for index, ((count, _), each) in enumerate(zip(self.mixture, self.drawn_per_epoch, strict=True)):
+
+@lru_cache(maxsize=1)  # of a plan before and after its micro-batches are settled; of 40 million samples, it takes seconds
+def order(
+    num_samples: int, seed: int, epoch: int, shuffle: bool, mixture: Pairs | None, window: int | None, groups: tuple[int, ...]
+) -> np.ndarray:
+    """Return the samples of an epoch in their order, read-only; see ``BatchPlan``."""
+    kind = np.int32 if num_samples < 2**31 else np.int64
+    if mixture is None:
+        order_N = np.arange(num_samples, dtype=kind)
+    else:
+        parts, start = [], 0
+        for index, (count, weight) in enumerate(mixture):
             # Three numbers seed the passes and two the shuffle of an epoch, so that they never overlap.
-            seed = [self.seed % 2**32, index]
-            drawn.append(start + np.sort(samples_in_passes(count, epoch * each, (epoch + 1) * each, seed)).astype(kind))
+            each = drawn(count, weight)
+            part = samples_in_passes(count, epoch * each, (epoch + 1) * each, [seed % 2**32, index])
+            parts.append(start + np.sort(part).astype(kind))
             start += count
-        return np.concatenate(drawn)
+        order_N = np.concatenate(parts)  # ascending: with weights of 1, as without a mixture
+    if shuffle:
+        # RandomState, not Generator: its stream is frozen for good (NEP 19), and a run may be resumed under a
+        # newer numpy. The pair seeds Mersenne Twister's init_by_array, so epochs and seeds never overlap.
+        rng = np.random.RandomState([seed % 2**32, epoch])
+        if window is None or window >= len(order_N):
+            rng.shuffle(order_N)
+        else:
+            order_N = shuffled_in_windows(order_N, groups, window, rng)
+    order_N.flags.writeable = False
+    return order_N
 
 
 def samples_in_passes(num_samples: int, first: int, last: int, seed: Sequence[int]) -> np.ndarray:

@@ -28,7 +28,7 @@ from hftune.secrecy import without_secrets
 
 Value = TypeVar("Value")
 TRIES = 8
-"""Of what a network may interrupt; FIRST_WAIT_S after the first one, and after each twice as long as before: a minute in all."""
+"""Of what a network may interrupt; FIRST_WAIT_S after the first one, and after each twice as long as before, a minute."""
 FIRST_WAIT_S = 0.5
 VERSIONS = ("ETag", "etag", "sha256", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created")
 """What file systems say of a file that changes with its content. The first that is said counts."""
@@ -224,6 +224,7 @@ class Blocks:
     def __init__(self, most_bytes: float):
         self.folder, self.most_bytes = cache_dir() / "blocks", most_bytes
         self._next: dict[str, int] = {}
+        self._free = 0.0  # bytes that may be written before the folder is looked at again
         self._expected: Sequence[tuple[str, Callable[[], bytes], int]] = ()
         self._wanted = threading.Event()
         self._reader: tuple[int, threading.Thread] | None = None
@@ -276,6 +277,9 @@ class Blocks:
                     temporary.write_bytes(data)
 
     def _make_room(self, wanted: int) -> None:
+        self._free -= wanted
+        if self._free >= 0:
+            return
         states = []
         for path in self.folder.glob("[!.]*.block"):
             with suppress(FileNotFoundError):
@@ -283,10 +287,11 @@ class Blocks:
         total = wanted + sum(size for *_, size, _ in states)
         for *_, size, path in sorted(states, key=lambda state: (-state[0], -state[1])):  # needed last, or not, and the oldest
             if total <= self.most_bytes:
-                return
+                break
             path.unlink(missing_ok=True)
             path.with_suffix(".lock").unlink(missing_ok=True)
             total -= size
+        self._free = (self.most_bytes - total) / 16  # other processes write, too
 
     def __getstate__(self) -> dict[str, Any]:
         return {"most_bytes": self.most_bytes}

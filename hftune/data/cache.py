@@ -95,7 +95,7 @@ def locked(path: Path, wait: bool = True) -> Iterator[None]:
     lock = FileLock(path.with_suffix(".lock"))
     with explained():
         try:
-            lock.acquire(timeout=5 if wait else 0)
+            lock.acquire(timeout=5 if wait else 0, poll_interval=0.01)
         except Timeout:
             if not wait:
                 raise

@@ -95,7 +95,7 @@ def take(
     Raises:
         DataError: see ``split_off``; or the column does not hold labels.
     """
-    if split is None:
+    if split is None or not (split.holds_out or (split.count is not None and split.count < len(rows))):
         return rows
 
     def row_of(index: int) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hftune.atomic import GrowingFile, explain_write_errors
-from hftune.batch_plan import BatchPlan, EpochPlan
+from hftune.batch_plan import BatchPlan
 from hftune.callbacks import Begin, Callback, CheckpointDone, End, Step
 from hftune.errors import TrainingError
 from hftune.tracking.jsonl import strict_json
@@ -60,7 +60,6 @@ class Ledger(Callback):
         self._is_ours, self._written = is_ours, time.time()
         self._lock = Lock()
         self._plan: BatchPlan | None = None
-        self._order: tuple[int, EpochPlan] | None = None
 
     def on_begin(self, begin: Begin) -> None:
         """Record that training starts, or resumes after a step: lines of later steps further up do not count any more."""
@@ -101,9 +100,7 @@ class Ledger(Callback):
         if step.num_samples == wanted:
             return ""
         samples = np.concatenate([micro_batch.samples for micro_batch in step.micro_batches])
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, self._plan.epoch(epoch)
-        numbers = np.setdiff1d(self._order[1].samples(place), samples).tolist()
+        numbers = np.setdiff1d(self._plan.epoch(epoch).samples(place), samples).tolist()
         return f', "left_out": {json.dumps(numbers)}'
 
     def on_checkpoint(self, checkpoint: CheckpointDone) -> None:
