@@ -292,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
         if recipe is not None:
             recipe.validate()
         check_environment()
-        found = [*examine_machine(Path(recipe.output_dir) if recipe else Path("outputs"))]
+        found = [*examine_machine(recipe.folder if recipe else Path("outputs"))]
         if ProcessInfo.from_environment().world_size == 1:
             if recipe is not None:
                 with Session(recipe) as session:
@@ -312,7 +312,7 @@ def main(argv: list[str] | None = None) -> int:
 def _load(recipe: Recipe, info: ProcessInfo) -> Mapping[str, Any]:
     """Load the data; on the main process, refuse an output folder or trackers that cannot be used."""
     if info.is_main:
-        check_writable(Path(recipe.output_dir))
+        check_writable(recipe.folder)
         check_trackers(recipe)
     return load_datasets(recipe)
 

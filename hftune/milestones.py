@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NoReturn
 
 from hftune.atomic import GrowingFile
@@ -217,7 +216,7 @@ def export_model(run: Run, name: str, about: Mapping[str, Any] | None = None) ->
     Args:
         about: its step and score, for a model that others load.
     """
-    recipe, model, folder = run.recipe, run.strategy.sharding.unwrap(), Path(run.recipe.output_dir) / name
+    recipe, model, folder = run.recipe, run.strategy.sharding.unwrap(), run.recipe.folder / name
     known = None if about is None else {**about, "columns": dict(ask(recipe.task, "read_columns", {}))}
     run.strategy.on_main(lambda: export(recipe.task, model, folder, known, recipe.adapter.export))
 

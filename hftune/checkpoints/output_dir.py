@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hftune.atomic import restore, write_text
+from hftune.checkpoints.bucket import Bucket
 from hftune.checkpoints.checkpointer import steps
 from hftune.checkpoints.export import read_about
 from hftune.checkpoints.lock import only_writer
@@ -18,6 +19,7 @@ from hftune.checkpoints.resume import Start, check_finished, find_start, member,
 from hftune.checkpoints.run_folder import OUT_OF_FOLD, PROFILE, REPORT, SAMPLE_IMAGES
 from hftune.checkpoints.train_state import Provenance, TrainState
 from hftune.config import Recipe
+from hftune.config.addresses import is_address
 from hftune.distributed.preflight import check_writable
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError, format_value
@@ -72,9 +74,11 @@ class OutputDir:
     """
 
     def __init__(self, recipe: Recipe, callbacks: Sequence[str] = ()):
-        self.recipe, self.path, self.callbacks = recipe, Path(recipe.output_dir), [*callbacks]
+        self.recipe, self.path, self.callbacks = recipe, recipe.folder, [*callbacks]
         self.start = Start()
         """Where training starts; empty on the other processes."""
+        self.bucket: Bucket | None = None
+        """On the main process that has claimed it: where the folder is kept, if ``output_dir`` is an address."""
         self.is_ours: Callable[[], bool] = lambda: False
         """On the main process that has claimed it: whether it still has the folder, or a later round has taken it over."""
         self._held = ExitStack()
@@ -96,7 +100,17 @@ class OutputDir:
         if ProcessInfo.from_environment().is_main:
             check_writable(self.path)
             self.is_ours = self._held.enter_context(only_writer(self.path))
+            notices = self._claim_bucket()
             self.start = find_start(self.recipe, callbacks=self.callbacks)
+            self.start.notices[:0] = notices
+
+    def _claim_bucket(self) -> list[str]:
+        """See ``Bucket.claim``."""
+        if not is_address(address := str(self.recipe.output_dir)):
+            return []
+        self.bucket = Bucket(address, self.path, self.is_ours)
+        self._held.push(self.bucket.finish)
+        return self.bucket.claim(self.recipe.resume)
 
     def check_finished(self, num_steps: int) -> None:
         """See ``resume.check_finished``."""
@@ -166,6 +180,8 @@ class OutputDir:
 
         def read() -> TrainResult | None:
             is_there = (self.path / "result.json").is_file() and (self.path / "model").is_dir()
+            if is_there and self.bucket is not None:  # it may not have everything
+                self.bucket.begin(self.recipe.checkpoint)
             return TrainResult.read(self.path) if is_there else None
 
         return strategy.on_main(read) if state.has_ended(num_steps, self.recipe.eval.patience) else None
@@ -217,6 +233,8 @@ class OutputDir:
             (self.path / name).unlink(missing_ok=True)
         note_begun(self.path, self.start.group)
         write_text(self.path / "recipe.yaml", self.recipe.to_yaml())
+        if self.bucket is not None:
+            self.bucket.begin(self.recipe.checkpoint)
 
 
 def start_folder(path: Path) -> None:

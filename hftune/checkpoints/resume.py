@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,14 @@ from omegaconf import OmegaConf
 
 from hftune.atomic import write_text
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, newest, open_checkpoint, steps, tidy
+from hftune.checkpoints.copying import BEGUN
+from hftune.checkpoints.objects import fetched
+from hftune.config.addresses import is_address
 from hftune.config.recipe import Recipe, flat
 from hftune.config.reference import all_keys, resume_rule
 from hftune.distributed.process_info import launcher
 from hftune.distributed.rounds import present_job, present_round
 from hftune.errors import ConfigError, did_you_mean, format_value
-
-BEGUN = ".begun"
-"""File in the output folder: the launchers and processes of the job that wrote its checkpoints."""
 
 Member = tuple[str, int]
 """The launcher of a process, and the process id."""
@@ -47,14 +48,27 @@ class Start:
 
 def keep_settled(recipe: Recipe) -> None:
     """Take over what the run that is resumed has settled: fields of ``Task.settled_fields`` that are null in the recipe."""
-    folder = Path(recipe.output_dir) if recipe.resume in ("auto", "never") else Path(recipe.resume).expanduser()
+    folder = recipe.folder if recipe.resume in ("auto", "never") else named_folder(recipe)
     begins = recipe.resume == "never" and not is_restarted(folder, member())
-    if begins or not recipe.task.settled_fields or not (folder / "recipe.yaml").is_file():
+    if begins or not any(getattr(recipe.task, name) is None for name in recipe.task.settled_fields):
+        return
+    if is_address(str(recipe.output_dir)) and not (folder / "recipe.yaml").is_file():  # of a machine that has not trained it
+        with suppress(ConfigError):  # no run is there, or the main process says what is wrong
+            folder = fetched(str(recipe.output_dir))
+    if not (folder / "recipe.yaml").is_file():
         return
     before = OmegaConf.to_container(OmegaConf.load(folder / "recipe.yaml"))
     for name in recipe.task.settled_fields:
         if getattr(recipe.task, name) is None:
             setattr(recipe.task, name, before.get("task", {}).get(name))
+
+
+def named_folder(recipe: Recipe) -> Path:
+    """Return the checkpoint that ``resume`` names as a folder of this machine, or raise ConfigError if it cannot be fetched."""
+    inside = f"{recipe.output_dir}/"
+    if is_address(inside) and recipe.resume.startswith(inside):
+        return recipe.folder / recipe.resume.removeprefix(inside)
+    return fetched(recipe.resume, key="resume")
 
 
 def find_start(recipe: Recipe, group: Sequence[Member] | None = None, callbacks: Sequence[str] = ()) -> Start:
@@ -69,10 +83,10 @@ def find_start(recipe: Recipe, group: Sequence[Member] | None = None, callbacks:
     Raises:
         ConfigError: the named checkpoint does not verify, or a key that cannot change has changed.
     """
-    folder, resume = Path(recipe.output_dir) / "checkpoints", recipe.resume
+    folder, resume = recipe.folder / "checkpoints", recipe.resume
     tidy(folder)
     group = member() if group is None else group
-    if steps(folder) and is_restarted(Path(recipe.output_dir), group):
+    if steps(folder) and is_restarted(recipe.folder, group):
         resume = "auto"
     if resume == "never":
         return Start(group=group)
@@ -83,7 +97,7 @@ def find_start(recipe: Recipe, group: Sequence[Member] | None = None, callbacks:
         if checkpoint is None:
             return Start(group=group)
     else:
-        checkpoint, skipped = _named(Path(resume).expanduser(), folder), []
+        checkpoint, skipped = _named(named_folder(recipe), folder), []
     changed = _changes(checkpoint, recipe)
     before = checkpoint.progress.get("callbacks", [])
     if checkpoint.progress["state"].get("ended_by") is not None and before != [*callbacks]:

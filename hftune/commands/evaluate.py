@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     source = next(word for word in given if word.startswith("recipe=")).partition("=")[2]
     model = Path(source).expanduser().with_name("model")  # beside the recipe file, which may have been moved
     if not source.endswith(".yaml") or not model.is_dir():
-        model = Path(recipe.output_dir) / "model"
+        model = recipe.folder / "model"
     if options.checkpoint is None:
         check_model(model)
     else:

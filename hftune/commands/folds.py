@@ -15,6 +15,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from hftune.commands.arguments import add_recipe, check_at_least_1
+from hftune.config.addresses import refuse_address
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError, is_number
 
@@ -65,7 +66,8 @@ def fold_recipes(words: list[str], num_folds: int) -> list[Recipe]:
         raise ConfigError("eval.every=never: folds are there to be evaluated. Leave it out.")
     if given.resume not in ("auto", "never"):
         raise ConfigError(f"resume={given.resume}: each fold resumes from its own folder. Use auto or never.")
-    folder, name = Path(str(given.output_dir)), given.track.run_name or given.recipe
+    refuse_address(given.output_dir, "hftune folds")
+    folder, name = given.folder, given.track.run_name or given.recipe
     shared = {"task.eval_share": None, "task.max_eval_samples": None, "track.group": given.track.group or given.recipe}
     recipes = []
     for number in range(num_folds):
@@ -99,7 +101,7 @@ def is_finished(recipe: Recipe) -> bool:
     """Return whether the folder of a fold holds the result of exactly this recipe."""
     from hftune.config import Recipe
 
-    folder = Path(str(recipe.output_dir))
+    folder = recipe.folder
     if not ((folder / "result.json").is_file() and (folder / "model").is_dir() and (folder / "recipe.yaml").is_file()):
         return False
     try:
@@ -123,7 +125,7 @@ def join_folds(recipes: Sequence[Recipe]) -> str:
     from hftune.tracking.jsonl import read_lines, strict_json
     from hftune.tracking.summary import best_and_last
 
-    folders = [Path(str(recipe.output_dir)) for recipe in recipes]
+    folders = [recipe.folder for recipe in recipes]
     check_same_data(folders)
     rows, folds = joined_rows(folders), []
     for number, folder in enumerate(folders):

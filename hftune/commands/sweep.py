@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hftune.commands.arguments import add_recipe, check_at_least_1
 from hftune.commands.sweep_space import Space, Trial, number, parse, spell, trial_name
+from hftune.config.addresses import refuse_address
 from hftune.distributed.signals import hangup
 from hftune.errors import ConfigError, format_value
 
@@ -109,7 +110,8 @@ class Sweep:
             if recipes[-1].eval.is_off:
                 raise ConfigError("A sweep compares evaluations, and eval.every=never makes none.")
         recipe = recipes[0]  # without the keys that vary it might not be valid
-        sweep = cls(space, recipe, Path(recipe.output_dir) / "sweep", options.jobs, options.processes, options.optuna)
+        refuse_address(recipe.output_dir, "a sweep")
+        sweep = cls(space, recipe, recipe.folder / "sweep", options.jobs, options.processes, options.optuna)
         if options.jobs > 1:
             sweep.gpus = share_gpus(options.jobs, options.processes or 1)
         sweep.open()

@@ -36,7 +36,7 @@ def as_run(recipe: Recipe, folder: Path, job_type: str) -> Recipe:
         track,
         job_type=job_type,
         run_name=track.run_name or recipe.recipe,
-        group=track.group or os.environ.get("WANDB_RUN_GROUP") or Path(recipe.output_dir).resolve().name,
+        group=track.group or os.environ.get("WANDB_RUN_GROUP") or recipe.folder.resolve().name,
         upload="none",
         register=None,
     )
@@ -56,7 +56,7 @@ def tracked(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[tuple[Tracker,
         ConfigError: the folder cannot be written, or a tracker does not start.
     """
     try:
-        first = Path(recipe.output_dir)
+        first = recipe.folder
         for number in count(1):
             folder = first.with_name(f"{first.name}-{number}") if number > 1 else first
             with suppress(FileExistsError):

@@ -6,8 +6,10 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from hftune.config.addresses import is_address, local_folder
 from hftune.config.every import Every
 from hftune.config.keys import is_dotted, key, keys_of, problems_of
 from hftune.errors import ConfigError, did_you_mean, format_value
@@ -531,10 +533,11 @@ class RunConfig(Section):
     seed: int = key(42, ge=0, le=2**32 - 1, changes="weights samples forward")
     """Random seed of initial weights, shuffling and dropout, from 0 to 2**32 - 1."""
     output_dir: str | None = key(None, changes="nothing", resume="own")
-    """Output folder. null: outputs/<recipe>."""
+    """Output folder, or an address in a bucket, such as s3://bucket/run: the run is kept there, and trains in a copy of it in
+    outputs/bucket/run. null: outputs/<recipe>."""
     resume: str = key("auto", changes="nothing", resume="own")
-    """auto: resume from the newest intact checkpoint in output_dir, if there is one. never: start from scratch. Or the path of
-    a checkpoint."""
+    """auto: resume from the newest intact checkpoint in output_dir, if there is one. never: start from scratch. Or the path or
+    address of a checkpoint."""
     callbacks: list[Any] = key(list, read=_read_callbacks, changes="nothing")
     """Callbacks of your own, which hear of what happens in the training: dotted paths of subclasses of hftune.Callback, or
     mappings with such a path as their type, and arguments: [my_module.Watch, {type: my_module.Norms, every: 100}]."""
@@ -542,6 +545,13 @@ class RunConfig(Section):
     def __post_init__(self):
         super().__post_init__()
         self.output_dir = os.path.expanduser(self.output_dir or f"outputs/{self.recipe}")  # noqa: PTH111 - Path's raises for ~a
+        if is_address(self.output_dir):
+            self.output_dir = self.output_dir.rstrip("/")
+
+    @property
+    def folder(self) -> Path:
+        """The folder of this machine that is ``output_dir``, or the working copy of what is at that address."""
+        return local_folder(self.output_dir)
 
 
 SECTIONS: dict[str, type[Section]] = {

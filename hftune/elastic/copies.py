@@ -4,8 +4,7 @@ The launchers copy; the training knows nothing of it. The first machine of a rou
 checkpoint its launcher sends what a resume needs to ``checkpoint.copies`` other launchers, which put it into their folders. If
 the first machine is lost, the one with the newest state becomes the first (membership.py), and its processes simply resume.
 
-A copy changes as a whole: nothing is placed before everything has arrived and each checkpoint is right by its SHA-256. Then the
-logs are placed first and the checkpoints last: a checkpoint that is there has all that belongs to it.
+What is copied, and how a copy takes its place as a whole, is in checkpoints/copying.py: buckets share it.
 """
 
 from __future__ import annotations
@@ -18,31 +17,35 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, BinaryIO
 
-from hftune.atomic import atomic_path, remove, write_text
-from hftune.checkpoints.checkpointer import path_of, remove_checkpoint, steps, tidy, verify
+from hftune.atomic import remove
+from hftune.checkpoints.checkpointer import steps, tidy, verify
+from hftune.checkpoints.copying import (
+    BEGUN,
+    CHECKPOINTS,
+    INCOMING,
+    MODELS,
+    about,
+    by_unit,
+    inside,
+    layout,
+    manifests,
+    place,
+    progress_of,
+    read_id,
+    wanted,
+    write_id,
+)
 from hftune.checkpoints.lock import only_writer
-from hftune.checkpoints.resume import BEGUN
 from hftune.distributed.rounds import present_job
 from hftune.elastic.membership import Machine, State
 from hftune.errors import ConfigError
 from hftune.launchers.rendezvous import say
 
-CHECKPOINTS = "checkpoints"
-RUN_ID = f"{CHECKPOINTS}/.run_id"
-"""File with a random word that all copies of a run have in common. It goes with the checkpoints when a run starts over."""
-MODELS = ("model", "model_last")
-"""Folders that are replaced as one."""
-GROWING = ("samples", "tensorboard")
-"""Folders whose files are copied one by one."""
-SUFFIXES = (".json", ".jsonl", ".yaml", ".html", ".bin")
-"""Of the files beside them."""
-INCOMING = ".incoming"
-"""Folder of what has arrived so far."""
 SLICE_BYTES = 8 << 20
 HELLO_S = 0.5
 """For a caller to say who it is. Machines that only see whether they reach this one say nothing."""
@@ -86,11 +89,7 @@ class Copies:
 
     def state(self) -> State:
         """Return what the folder holds."""
-        ledger, starts = self.folder / "ledger.jsonl", 0
-        if ledger.is_file():
-            with ledger.open("rb") as lines:
-                starts = sum(b'"after_step"' in line for line in lines)
-        return State(read_id(self.folder), starts, max((int(name[-8:]) for name in manifests(self.folder)), default=0))
+        return State(read_id(self.folder), *progress_of(self.folder))
 
     def run(self) -> str:
         """Return the word that the copies of the run have in common; empty before there is one."""
@@ -262,7 +261,7 @@ class Sender(threading.Thread):
         while not has_something(copies.folder):
             self._pause()
         if not read_id(copies.folder):
-            write_text(copies.folder / RUN_ID, secrets.token_hex(8))
+            write_id(copies.folder, secrets.token_hex(8))
         # The other one tries to create a file that is here. Over NFS, it might not see one for a minute.
         mark = copies.folder / f".seen-{secrets.token_hex(8)}"
         mark.touch()
@@ -404,26 +403,7 @@ class Receiver(threading.Thread):
             verify(incoming / name)
         if self._ends.is_set() or not self._is_ours():
             raise ConnectionAbortedError
-        if read_id(self.folder) != run:  # this copy may be replaced, see ``_prepare``
-            remove(self.folder / CHECKPOINTS)
-            (self.folder / CHECKPOINTS).mkdir()
-            write_text(self.folder / RUN_ID, run)
-        for name in arrived:
-            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-            with atomic_path(self.folder / name) as temporary:
-                (incoming / name).rename(temporary)
-        for name, digest in manifests(self.folder).items():
-            if checkpoints.get(name) != digest:  # it may be of an abandoned part of the run
-                remove_checkpoint(self.folder / name)
-        for name in {*MODELS} - {*models}:
-            remove(self.folder / name)
-        remove(incoming)
-
-
-def read_id(folder: Path) -> str:
-    """Return the word that the copies of a run have in common; empty if there is none."""
-    path = folder / RUN_ID
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+        place(incoming, self.folder, run, checkpoints, models)
 
 
 def has_begun(folder: Path) -> bool:
@@ -435,60 +415,6 @@ def has_begun(folder: Path) -> bool:
 def has_something(folder: Path) -> bool:
     """Whether there is a checkpoint of the present job in this folder."""
     return has_begun(folder) and bool(manifests(folder))
-
-
-def inside(name: str) -> str:
-    """Return the name of a file in the output folder.
-
-    Raises:
-        ValueError: it leads out of the folder.
-    """
-    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise ValueError(f"{name!r} leads out of the output folder")
-    return name
-
-
-def about(found: os.stat_result) -> tuple[int, int, int]:
-    """Return inode, size and time of change of a file."""
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def manifests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of the manifest of each checkpoint by its path in the folder, in the order of the steps."""
-    found = {}
-    for step in steps(folder / CHECKPOINTS):
-        path = path_of(folder / CHECKPOINTS, step)
-        with suppress(OSError, ValueError, LookupError):  # without one it is broken
-            found[f"{CHECKPOINTS}/{path.name}"] = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["sha256"]
-    return found
-
-
-def layout(folder: Path) -> dict[str, Any]:
-    """Return what changes when a checkpoint or a model is written, replaced or removed."""
-    return {**manifests(folder), **{name: (folder / name).stat().st_ino for name in MODELS if (folder / name).is_dir()}}
-
-
-def wanted(folder: Path) -> dict[str, list[str]]:
-    """Return the files that a resume needs, see ``by_unit``; of the checkpoints the newest, and that of the best model."""
-    found, roots = [path for path in folder.iterdir() if path.suffix in SUFFIXES], [*MODELS, *GROWING]
-    if checkpoints := [*manifests(folder)]:
-        progress = json.loads((folder / checkpoints[-1] / "progress.json").read_text(encoding="utf-8"))
-        best = f"{CHECKPOINTS}/{path_of(folder, progress['state'].get('best_step') or 0).name}"
-        roots += {best, checkpoints[-1]} & {*checkpoints}
-    found += [path for root in roots for path in (folder / root).rglob("*")]
-    parts = [path.relative_to(folder).parts for path in found if path.is_file()]
-    seen = ["/".join(names) for names in parts if not any(name.startswith(".") for name in names)]
-    return by_unit([*seen, BEGUN])
-
-
-def by_unit(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group files by what is replaced as one, a checkpoint, a model or a single file, in the order in which to place them."""
-    units: dict[str, list[str]] = {}
-    for name in sorted(names, key=lambda name: (name.startswith(CHECKPOINTS), name)):
-        first, *others = PurePosixPath(name).parts
-        is_checkpoint = first == CHECKPOINTS
-        units.setdefault(f"{first}/{others[0]}" if is_checkpoint else first if first in MODELS else name, []).append(name)
-    return units
 
 
 def is_first_to_create(path: Path) -> bool:

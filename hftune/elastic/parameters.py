@@ -65,7 +65,7 @@ def attend(params: RendezvousParameters) -> tuple[Attendance, str, bool]:
     if isinstance(place, StorePlace) and not is_host:  # it may have been started again, while a job trains on
         attendance.return_s = RETURN_S
     if recipe is not None:
-        folder, copies = Path(recipe.output_dir), recipe.checkpoint.copies
+        folder, copies = recipe.folder, recipe.checkpoint.copies
         attendance.copies = Copies(folder, copies, recipe.resume, attendance.is_here)
         attendance.starts_over = recipe.resume != "auto"
     return attendance, where, is_host

@@ -50,7 +50,7 @@ def launch(recipe: Recipe, num_processes: int | tuple[int, int] | None = None) -
     start_training(recipe, num_processes)
     from hftune.checkpoints.output_dir import TrainResult  # only now: it imports torch, and the processes need not wait for it
 
-    return TrainResult.read(Path(recipe.output_dir))
+    return TrainResult.read(recipe.folder)
 
 
 def start_training(recipe: Recipe, num_processes: int | tuple[int, int] | None) -> None:
@@ -136,7 +136,7 @@ def wanted(recipe: Recipe, least: int, most: int) -> Wanted:
     """
     check_not_launched()
     check_range(f"num_processes=({least}, {most})", least, most, recipe.parallel.pipeline_stages)
-    return Wanted(least, most, recipe.parallel.pipeline_stages, recipe.output_dir)
+    return Wanted(least, most, recipe.parallel.pipeline_stages, str(recipe.folder))
 
 
 def check_range(given: str, least: int, most: int, stages: int) -> None:

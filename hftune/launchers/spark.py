@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hftune.config import Recipe
+from hftune.config.addresses import refuse_address
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError, TrainingError
 
@@ -60,6 +61,7 @@ def launch(recipe: Recipe, num_processes: int = 2, local_mode: bool = False, use
     from hftune.launchers.local import check_importable
 
     recipe.validate()
+    refuse_address(recipe.output_dir, "Spark")
     check_importable(recipe)
     if num_processes < 1:
         raise ConfigError(f"num_processes={num_processes} must be at least 1.")
@@ -71,7 +73,7 @@ def launch(recipe: Recipe, num_processes: int = 2, local_mode: bool = False, use
     distributor = make_distributor(num_processes, local_mode, use_gpu)
     if not local_mode:
         check_slots(spark, distributor.num_tasks)
-    recipe = replace(recipe, output_dir=str(Path(recipe.output_dir).resolve()))
+    recipe = replace(recipe, output_dir=str(recipe.folder.resolve()))
     with shared_folder(recipe) as folder:
         modules, values, problem = [path for path in sys.path if path], environment(recipe, use_gpu), None
         try:
@@ -156,8 +158,8 @@ def shared_folder(recipe: Recipe) -> Iterator[Path]:
     """Create a folder for this launch inside the output folder, with the recipe in it; remove it at the end."""
     from hftune.distributed.preflight import check_writable
 
-    check_writable(Path(recipe.output_dir))
-    Path(recipe.output_dir).mkdir(parents=True, exist_ok=True)
+    check_writable(recipe.folder)
+    recipe.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=".spark-", dir=recipe.output_dir))
     try:
         (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")

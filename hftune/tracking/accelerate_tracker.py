@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -82,7 +81,7 @@ def cell(value: Any) -> str:
 
 def options(kind: str, recipe: Recipe, earlier: EarlierRun) -> dict[str, Any]:
     """Return keyword arguments of a tracker's class at Accelerate, which passes most of them on to the package."""
-    track, folder = recipe.track, Path(recipe.output_dir)
+    track, folder = recipe.track, recipe.folder
     name = track.run_name or recipe.recipe
     match kind:
         case "tensorboard":

@@ -49,7 +49,7 @@ def log_model(recipe: Recipe, run_id: str, uri: str, name: str) -> Source:
         name: of the model at MLflow and of its folder in the output folder, such as model_last.
     """
     # Absolute: MLflow asks the Hub about a relative path, outputs/model, as if that were a repository.
-    task, folder = recipe.task, (Path(recipe.output_dir) / name).resolve()
+    task, folder = recipe.task, (recipe.folder / name).resolve()
     examples = task.example_inputs()
     if type(task).predict is Task.predict or not examples:
         client = mlflow.MlflowClient(uri)

@@ -103,7 +103,7 @@ class MlflowRun(TrackerBackend):
 
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)
-        self.uri, self._folder = tracking_uri(), Path(recipe.output_dir)
+        self.uri, self._folder = tracking_uri(), recipe.folder
         self.client = _connect(self.uri)
         self._params: Mapping[str, str] = {}  # that the run has, and cannot change
         self._known: set[tuple[str, int]] = set()  # names and steps of metrics that it had before, and of best/

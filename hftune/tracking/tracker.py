@@ -7,7 +7,6 @@ import importlib.util
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,7 +102,7 @@ class Tracker(Callback):
         must_start: bool = True,
         later: Callable[[Callable[[], None]], None] = lambda close: close(),
     ):
-        self.path = Path(recipe.output_dir) / "metrics.jsonl"
+        self.path = recipe.folder / "metrics.jsonl"
         self.recipe, self.name = recipe, recipe.track.run_name or recipe.recipe
         self._earlier, self._must_start, self._later = run_ids or {}, must_start, later
         self._awaits_evaluation = awaits_evaluation

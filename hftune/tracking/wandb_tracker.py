@@ -66,7 +66,7 @@ class WandbRun(TrackerBackend):
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)
         self._run: Any = None  # until start has made it
-        self._folder = Path(recipe.output_dir) / "wandb"
+        self._folder = recipe.folder / "wandb"
         self._is_uploaded = False
         self._owns_data_dir = "WANDB_DATA_DIR" not in os.environ
 
@@ -126,7 +126,7 @@ class WandbRun(TrackerBackend):
         """Collect the arguments of wandb.init. What the recipe leaves at its default, W&B's variables decide."""
         import wandb
 
-        track, default, folder = self.recipe.track, TrackConfig(), Path(self.recipe.output_dir).resolve().name
+        track, default, folder = self.recipe.track, TrackConfig(), self.recipe.folder.resolve().name
         chosen = {
             "project": (track.project, default.project, "WANDB_PROJECT"),
             "name": (track.run_name or self.recipe.recipe, self.recipe.recipe, "WANDB_NAME"),
@@ -141,7 +141,7 @@ class WandbRun(TrackerBackend):
             for name, (value, usual, variable) in chosen.items()
             if value != usual or (value is not None and variable not in os.environ)
         }
-        own = {"dir": self.recipe.output_dir, "config": dict(config), "settings": wandb.Settings(**settings())}
+        own = {"dir": str(self.recipe.folder), "config": dict(config), "settings": wandb.Settings(**settings())}
         return {**options, **own, **more}
 
     def _continue_offline(self, earlier: EarlierRun) -> Continuation:
@@ -280,7 +280,7 @@ def artifacts(recipe: Recipe) -> Iterator[tuple[Any, list[str]]]:
     """
     import wandb
 
-    folder, name = Path(recipe.output_dir), recipe.track.run_name or recipe.recipe
+    folder, name = recipe.folder, recipe.track.run_name or recipe.recipe
 
     def made(what: str, kind: str, about: Mapping[str, Any]) -> Any:
         fitting = re.sub(r"[^\w.-]", "_", f"{name}-{what}", flags=re.ASCII)[-128:]  # characters and length that W&B takes

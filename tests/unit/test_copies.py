@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from hftune.checkpoints.checkpointer import Checkpointer, steps, verify
+from hftune.checkpoints.copying import RUN_ID, inside
 from hftune.config.sections import CheckpointConfig
 from hftune.distributed.rounds import JOB
 from hftune.elastic import copies as module
-from hftune.elastic.copies import RUN_ID, Channel, Copies, inside
+from hftune.elastic.copies import Channel, Copies
 from hftune.elastic.membership import Machine, State
 
 

@@ -1,0 +1,345 @@
+"""Keeps a run in a bucket: uploads its output folder in the background, and brings it to a machine that does not have it.
+
+Only the main process writes there. What bucket.json lists is whole, see objects.py:
+
+- a checkpoint has a name of its own, and its objects never change;
+- a model is uploaded beside the one before, ``bucket.json`` says so, and only then the objects are copied to their names;
+- logs grow, and a resume cuts them; so they are there before the checkpoint that they belong to, and are not compared.
+
+Losing the network costs time: what cannot be uploaded is tried again, until the end of the run and PATIENCE_S beyond.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hftune.atomic import remove, sha256_of
+from hftune.checkpoints.checkpointer import steps
+from hftune.checkpoints.copying import (
+    BEGUN,
+    CHECKPOINTS,
+    INCOMING,
+    MODELS,
+    about,
+    layout,
+    place,
+    progress_of,
+    read_id,
+    unit_of,
+    wanted,
+    write_id,
+)
+from hftune.checkpoints.objects import RETRY_S, Entry, Index, checkpoint_name, download, opened, patiently
+from hftune.checkpoints.resume import is_restarted, member
+from hftune.config.addresses import is_for_good
+from hftune.config.sections import CheckpointConfig
+from hftune.distributed.rounds import present_round
+from hftune.errors import ConfigError, TrainingError, first_line
+
+STAGED = ".new"
+"""Folder in the bucket of a model that is to take the place of another one."""
+OUTGOING = ".outgoing"
+"""Folder on this machine of what is being uploaded: links, which keep the contents whatever becomes of the names."""
+ATTEMPTS = 100
+"""To link what is to be uploaded, while it may be replaced."""
+LOOK_S = 1.0
+"""Between two looks for a new checkpoint or model."""
+LOGS_S = 60.0
+"""After which logs are uploaded also without one."""
+PATIENCE_S = 600.0
+"""Without a byte sent, after which the end of a run waits no longer."""
+ROUND_S = 30.0
+"""The same at the end of a round of an elastic job, which goes on."""
+MOST_RETRY_S = 60.0
+"""Between two attempts, which become rarer."""
+
+
+class TakenOver(Exception):
+    """Another process writes to this address now."""
+
+
+class Bucket:
+    """What a run has in a bucket, and the thread that brings its folder there. Main process only.
+
+    Args:
+        address: ``output_dir``.
+        folder: its working copy, which this process has locked.
+        is_ours: whether this process still has it.
+    """
+
+    def __init__(self, address: str, folder: Path, is_ours: Callable[[], bool]):
+        self.address, self.folder, self.is_ours = address, folder, is_ours
+        self.place = opened(address, "output_dir")
+        self.index = Index()
+        self.failure: str | None = None
+        """Why the last attempt to upload failed; None if it did not."""
+        self.config = CheckpointConfig()
+        self._before = ""
+        """Who wrote there before."""
+        self._taken_over = False
+        self._known: dict[str, tuple[Any, Entry]] = {}
+        self._ends = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # Before training
+
+    def claim(self, resume: str) -> list[str]:
+        """Take the address over, and bring the folder to what is there if that is newer. Return what a user should know.
+
+        Raises:
+            ConfigError: it cannot be reached or written; or a different run is there.
+        """
+        try:
+            patiently(self._take, self.place, "output_dir")
+        except ConfigError as error:
+            if not (present_round() and steps(self.folder / CHECKPOINTS)):
+                raise
+            return [f"{error} This round goes on from {self.folder}."]  # and takes the address over once it answers
+        found = self.index
+        if resume == "never" and not self._is_restart(found):
+            return [f"{self.address} holds an earlier run; this run replaces it."] if found.files else []
+        return self._fetch(found)
+
+    def _take(self) -> None:
+        """Let this process be the one that writes, which shows at once that it can."""
+        found, who = self.place.read() or Index(), f"process {os.getpid()} on {socket.gethostname()}"
+        self._before = found.who
+        self.place.write(index := replace(found, writer=secrets.token_hex(8), who=who))
+        self.index = index
+
+    def _is_restart(self, found: Index) -> bool:
+        """Whether the same job has written what is there, from another machine; see ``is_restarted``."""
+        if not (self.folder / BEGUN).is_file() and BEGUN in found.files:
+            patiently(lambda: self.place.get(BEGUN, {}, self.folder / BEGUN), self.place, "output_dir")
+        return is_restarted(self.folder, member())
+
+    def _fetch(self, found: Index) -> list[str]:
+        has_steps = bool(steps(self.folder / CHECKPOINTS))
+        if has_steps and found.run and read_id(self.folder) != found.run:
+            raise ConfigError(
+                f"output_dir={self.address} holds a different run than its working copy on this machine, {self.folder}. Remove "
+                "that folder to resume the one in the bucket; or set output_dir=... to a new address, or resume=never to "
+                "replace both."
+            )
+        if not found.checkpoints or (has_steps and progress_of(self.folder) >= (found.starts, found.step)):
+            return []
+        total = sum(entry["bytes"] for name, entry in found.files.items() if not name.startswith(CHECKPOINTS))
+        total += sum(found.files[name]["bytes"] for name in found.of(checkpoint_name(found.checkpoints[-1])))
+        print(f"Fetching {total / 1e6:,.1f} MB from {self.address}, which {self._before} has written ...", flush=True)
+        incoming = self.folder / INCOMING
+        remove(incoming)
+        return patiently(lambda: self._receive(found, incoming), self.place, "output_dir")
+
+    def _receive(self, found: Index, incoming: Path) -> list[str]:
+        """Download the newest intact checkpoint, that of the best model, and all that belongs to them, and put it in place."""
+        notices: list[str] = []
+        have: dict[str, str] = {}
+
+        def take(step: int) -> bool:
+            if (problem := download(self.place, found, incoming, step)) is not None:
+                notices.append(problem)
+                return False
+            manifest = json.loads((incoming / checkpoint_name(step) / "manifest.json").read_text(encoding="utf-8"))
+            have[checkpoint_name(step)] = manifest["sha256"]
+            return True
+
+        newest = next((step for step in reversed(found.checkpoints) if take(step)), None)
+        if newest is None:
+            raise ConfigError(f"{' '.join(notices)} No intact checkpoint is left. resume=never removes them and starts over.")
+        progress = json.loads((incoming / checkpoint_name(newest) / "progress.json").read_text(encoding="utf-8"))
+        best = progress["state"].get("best_step")
+        if best != newest and best in found.checkpoints:
+            take(best)
+        models = {unit_of(name) for name in found.files} & {*MODELS}
+        for name, entry in found.files.items():
+            if name.startswith(CHECKPOINTS) or unit_of(name) not in {name, *models}:
+                continue
+            with suppress(FileNotFoundError):
+                self.place.get(name, entry, incoming / name)
+            is_there = (incoming / name).is_file()
+            if unit_of(name) in models and not (is_there and sha256_of(incoming / name) == entry["sha256"]):
+                notices.append(f"Skipped {self.address}/{unit_of(name)}: {Path(name).name} is missing or has changed.")
+                models.discard(unit_of(name))
+        for name in {*MODELS} - models:
+            remove(incoming / name)
+        place(incoming, self.folder, found.run, have, models)
+        return notices
+
+    # In training
+
+    def begin(self, config: CheckpointConfig) -> None:
+        """From here on upload what changes in the folder, until ``finish``."""
+        self.config = config
+        if not read_id(self.folder):
+            write_id(self.folder, secrets.token_hex(8))
+        self._thread = threading.Thread(target=self._follow, name="hftune bucket", daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        seen, uploaded_at, failed_at, wait_s = None, 0.0, 0.0, RETRY_S
+        while not self._taken_over:
+            is_last, now = self._ends.is_set(), time.monotonic()
+            try:
+                changed = layout(self.folder)
+                if is_last or changed != seen or now > uploaded_at + LOGS_S:
+                    self.upload()
+                    seen, uploaded_at = changed, now
+                    if self.failure is not None:
+                        print(f"note: {self.address} is up to date again, after {now - failed_at:.0f} s.", flush=True)
+                    self.failure, wait_s = None, RETRY_S
+                    if is_last:
+                        return
+                self._ends.wait(LOOK_S)
+            except TakenOver as error:
+                self._taken_over, self.failure = True, str(error)
+                print(f"warning: {error}. Nothing more is uploaded; training continues in {self.folder}.", flush=True)
+            except Exception as error:  # whatever a library raises: training is worth more than its copy
+                if self.failure is None:
+                    failed_at = now
+                    again = "Training continues, and it is tried again"
+                    print(f"warning: {self.address} cannot be written: {first_line(error)}. {again}.", flush=True)
+                self.failure = first_line(error)
+                if is_last and is_for_good(error):
+                    return
+                if is_last:
+                    time.sleep(min(wait_s, LOOK_S))
+                else:
+                    self._ends.wait(wait_s)
+                wait_s = min(2 * wait_s, MOST_RETRY_S)
+
+    def upload(self) -> None:
+        """Bring what is in the folder now to the bucket.
+
+        Raises:
+            TakenOver: another process has the address.
+            Exception: the network is down, or whatever a library raises.
+        """
+        self._check_writer()
+        outgoing = self.folder / OUTGOING
+        try:
+            files = self._pin(outgoing)
+            run, (starts, step) = read_id(self.folder), progress_of(outgoing)
+            before = self.index.files
+            if run == self.index.run:
+                files |= self._kept(files, step)
+            same = {name for name, entry in files.items() if before.get(name, {}).get("sha256") == entry["sha256"]}
+            staged = {name for name in files if unit_of(name) in MODELS and name in before and name not in same}
+            changed = [name for name in files if name not in same]
+            for name in sorted(changed, key=lambda name: (name.startswith(CHECKPOINTS), name.endswith("manifest.json"), name)):
+                self.place.put(outgoing / name, f"{STAGED}/{name}" if name in staged else name)
+        finally:
+            remove(outgoing)
+        staged |= {name for name in same if "at" in before[name]}  # a kill came between
+        now = replace(self.index, run=run, starts=starts, step=step, files=files)
+        if staged:
+            at = {name: {**entry, "at": f"{STAGED}/{name}"} if name in staged else entry for name, entry in files.items()}
+            self._commit(replace(now, files=at))
+            for name in staged:
+                self.place.copy(f"{STAGED}/{name}", name)
+        self._commit(now)
+        for name in [*(before.keys() - files.keys()), *(f"{STAGED}/{name}" for name in staged)]:
+            self.place.remove(name)
+
+    def _pin(self, outgoing: Path) -> dict[str, Entry]:
+        """Link what is to be uploaded as it is at one moment, but what grows is copied; return what the index says of it."""
+        for _ in range(ATTEMPTS):
+            remove(outgoing)
+            with suppress(FileNotFoundError):  # it was replaced or removed meanwhile
+                before = layout(self.folder)
+                for names in wanted(self.folder).values():
+                    for name in names:
+                        pin(self.folder / name, outgoing / name)
+                if layout(self.folder) == before:
+                    break
+        else:
+            raise OSError(f"{self.folder} changes all the time")
+        found: dict[str, Entry] = {}
+        for file in sorted(path for path in outgoing.rglob("*") if path.is_file()):
+            name = file.relative_to(outgoing).as_posix()
+            if name.startswith(CHECKPOINTS) and file.name != "manifest.json":
+                listed = json.loads((file.parent / "manifest.json").read_text(encoding="utf-8"))["files"]
+                if file.name in listed:
+                    found[name] = listed[file.name]
+            else:
+                found[name] = self._entry(file, name)
+        return found
+
+    def _entry(self, file: Path, name: str) -> Entry:
+        """Return what the index says of a file, which is hashed once."""
+        now = about(file.stat())
+        if self._known.get(name, (None,))[0] != now:
+            self._known[name] = now, {"bytes": now[1], "sha256": sha256_of(file)}
+        return self._known[name][1]
+
+    def _kept(self, files: Mapping[str, Entry], step: int) -> dict[str, Entry]:
+        """Return the entries of checkpoints that were uploaded before and stay: those that the folder would keep."""
+        earlier = [one for one in self.index.checkpoints if one < step]
+        kept = self.config.kept([*earlier, step]) if step else set()
+        units = {checkpoint_name(one) for one in earlier if one in kept}
+        return {name: entry for name, entry in self.index.files.items() if unit_of(name) in units and name not in files}
+
+    def _check_writer(self) -> None:
+        if not self.is_ours():
+            raise TakenOver(f"{self.folder} was taken over by another process")
+        if not self.index.writer:  # it did not answer before
+            self._take()
+        found = self.place.read()
+        if found is not None and found.writer != self.index.writer:
+            raise TakenOver(f"{found.who} has taken over {self.address}")
+
+    def _commit(self, index: Index) -> None:
+        if index != self.index:
+            self._check_writer()
+            self.place.write(index)
+            self.index = index
+
+    # At the end
+
+    def finish(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """Upload the rest, and wait for it; as the exit of a context.
+
+        Raises:
+            TrainingError: it could not be uploaded, and nothing else has failed.
+        """
+        if self._thread is None or kind is KeyboardInterrupt:
+            return
+        began, patience_s = time.monotonic(), ROUND_S if present_round() is not None and kind is not None else PATIENCE_S
+        self.place.moved_at = began
+        self._ends.set()
+        self._thread.join(LOOK_S)
+        if self._thread.is_alive():
+            until = f"for at most {patience_s:g} s in which nothing moves"
+            print(f"Waiting for the last upload to {self.address}, {until} ...", flush=True)
+        while self._thread.is_alive() and time.monotonic() < self.place.moved_at + patience_s:
+            self._thread.join(0.1)
+        waited = f"{time.monotonic() - began:.1f} s"
+        if not self._thread.is_alive() and self.failure is None:
+            print(f"{self.address} has everything; the last upload took {waited}.", flush=True)
+            return
+        why = self.failure or "the last upload did not come to an end"
+        then = "" if self._taken_over else " The same command on this machine uploads the rest."
+        text = f"{self.folder} has everything, but {self.address} has not: {why} (waited {waited}).{then}"
+        if kind is None:
+            raise TrainingError(text)
+        print(f"warning: {text}", flush=True)
+
+
+def pin(file: Path, other: Path) -> None:
+    """Keep the contents that a file has now under another name: by a link, or a copy of what grows."""
+    other.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix != ".jsonl" and "tensorboard" not in file.parts:
+        with suppress(OSError):  # this file system may have no links
+            os.link(file, other)
+            return
+    shutil.copyfile(file, other)

@@ -1,0 +1,228 @@
+"""A run's objects in a bucket: how they are listed, read and written, and brought to this machine. Independent of training.
+
+The objects have the names of the files of an output folder, so that any tool can read them. ``bucket.json`` is written last: it
+lists them with their SHA-256, and says which run they are and which process writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from filelock import FileLock
+from fsspec.callbacks import Callback as Meter
+
+from hftune.atomic import remove, sha256_of, write_text
+from hftune.checkpoints.checkpointer import BrokenCheckpoint, path_of, verify
+from hftune.checkpoints.copying import CHECKPOINTS, MODELS, inside, unit_of
+from hftune.checkpoints.export import ABOUT
+from hftune.config.addresses import address_problem, file_system, is_address, is_for_good, local_name, what_is_wrong
+from hftune.data.cache import cache_dir
+from hftune.errors import ConfigError, first_line
+
+INDEX = "bucket.json"
+START_S = 60.0
+"""In which a bucket has to answer, or to send something, before training and in commands."""
+RETRY_S = 2.0
+"""Between the first two attempts."""
+
+Entry = dict[str, Any]
+"""Of a file: ``bytes``, ``sha256``; and ``at``, the name of its object, if that is not its own."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Index:
+    """The contents of bucket.json."""
+
+    run: str = ""
+    """The word that all copies of the run have in common; empty before anything was uploaded."""
+    starts: int = 0
+    step: int = 0
+    """See ``progress_of``."""
+    writer: str = ""
+    """A random word of the process that has the address."""
+    who: str = ""
+    """That process, for people."""
+    files: dict[str, Entry] = field(default_factory=dict)
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """The steps of the checkpoints, ascending."""
+        return sorted({int(unit_of(name).rpartition("_")[2]) for name in self.files if name.startswith(f"{CHECKPOINTS}/step_")})
+
+    def of(self, unit: str) -> list[str]:
+        """Return the files of a checkpoint or a model."""
+        return [name for name in self.files if unit_of(name) == unit]
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of a step's checkpoint."""
+    return path_of(Path(CHECKPOINTS), step).as_posix()
+
+
+class Place:
+    """An address, and the objects under it. Errors are those of the library."""
+
+    def __init__(self, address: str):
+        self.address = address
+        self.fs, self._root = file_system(address)
+        self.moved_at = time.monotonic()
+        """When bytes were last on their way."""
+        self._meter = Meter()
+        self._meter.relative_update = self.moved
+
+    def moved(self, _: int = 1) -> None:
+        """Note that bytes are on their way."""
+        self.moved_at = time.monotonic()
+
+    def read(self) -> Index | None:
+        """Return what is there; None if no run is."""
+        try:
+            values = json.loads(self.fs.cat_file(f"{self._root}/{INDEX}"))
+        except FileNotFoundError:
+            return None
+        self.moved()
+        try:
+            return Index(**values)
+        except TypeError as error:
+            raise ConfigError(f"{self.address}/{INDEX} was written by a different version of hftune, or by none.") from error
+
+    def write(self, index: Index) -> None:
+        """Say what is there now."""
+        self.fs.pipe_file(f"{self._root}/{INDEX}", json.dumps(asdict(index), indent=1).encode())
+        self.moved()
+
+    def put(self, file: Path, name: str) -> None:
+        """Upload a file."""
+        self.fs.put_file(str(file), f"{self._root}/{name}", callback=self._meter)
+        self.moved()
+
+    def get(self, name: str, entry: Entry, file: Path) -> None:
+        """Download a file, unless an attempt before has."""
+        if not file.is_file():
+            part = file.with_name(f"{file.name}.part")
+            part.parent.mkdir(parents=True, exist_ok=True)
+            self.fs.get_file(f"{self._root}/{inside(entry.get('at', name))}", str(part), callback=self._meter)
+            part.rename(file)
+        self.moved()
+
+    def copy(self, name: str, other: str) -> None:
+        """Copy an object inside the bucket."""
+        self.fs.cp_file(f"{self._root}/{name}", f"{self._root}/{other}")
+        self.moved()
+
+    def remove(self, name: str) -> None:
+        """Remove an object."""
+        with suppress(FileNotFoundError):
+            self.fs.rm_file(f"{self._root}/{name}")
+        self.moved()
+
+
+def opened(address: str, key: str) -> Place:
+    """Return an address as a place, or raise ConfigError if the package of its protocol is missing."""
+    try:
+        return Place(address)
+    except Exception as error:  # whatever a library raises
+        raise what_is_wrong(key, address, error) from error
+
+
+def patiently(action: Callable[[], T], place: Place, key: str) -> T:
+    """Do something with a bucket, again and again if the network fails, until nothing has moved for START_S.
+
+    Raises:
+        ConfigError: it is in vain, for the reason that it names; at once if no further attempt can change that.
+    """
+    wait_s = RETRY_S
+    place.moved()
+    while True:
+        try:
+            return action()
+        except Exception as error:  # whatever a library raises
+            if is_for_good(error) or time.monotonic() + wait_s > place.moved_at + START_S:
+                raise what_is_wrong(key, place.address, error) from error
+            reason = f"{place.address} cannot be reached: {first_line(error)}"
+            print(f"note: {reason}. Trying again for {START_S:g} s.", file=sys.stderr, flush=True)
+        time.sleep(wait_s)
+        wait_s *= 2
+
+
+def download(place: Place, index: Index, folder: Path, step: int) -> str | None:
+    """Download a checkpoint; return why it cannot be used, None if it can.
+
+    Raises:
+        Exception: the network is down.
+    """
+    unit = checkpoint_name(step)
+    try:
+        for name in index.of(unit):
+            place.get(name, index.files[name], folder / name)
+        verify(folder / unit)
+    except (FileNotFoundError, BrokenCheckpoint) as error:
+        remove(folder / unit)
+        what = f"{Path(str(error)).name} is missing" if isinstance(error, FileNotFoundError) else error
+        return f"Skipped {place.address}/{unit}: {what}."
+    return None
+
+
+def fetched(address: str | Path, *parts: str, key: str = "the run") -> Path:
+    """Return a run, or a part of it, as a path of this machine; what is in a bucket is brought into the cache first.
+
+    Args:
+        address: of an ``output_dir``, or of a model or checkpoint in it. A path is returned as it is.
+        parts: of a run in a bucket what is needed besides logs, the recipe and results: "model", "checkpoints".
+        key: what a user has named with it, for messages.
+
+    Raises:
+        ConfigError: no run is there; or it cannot be reached.
+    """
+    text = str(address)
+    if not is_address(text):
+        return Path(text).expanduser()
+    found = re.search(rf"/({CHECKPOINTS}/step_\d+|{'|'.join(MODELS)})/?$", text)
+    root, rest = (text[: found.start()], found[1]) if found else (text.rstrip("/"), "")
+    if (problem := address_problem(root)) is not None:
+        raise ConfigError(f"{root}: {problem}")
+    place, folder = opened(root, key), cache_dir() / "runs" / root.partition(":")[0] / local_name(root)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock", mode=0o666):  # processes of this machine may do the same
+        patiently(lambda: renew(place, folder, {*parts, rest}), place, key)
+    return folder / rest
+
+
+def renew(place: Place, folder: Path, parts: set[str]) -> None:
+    """Bring a copy of a run to what is in its bucket now; of checkpoints and models, only these parts."""
+    index = place.read()
+    if index is None:
+        raise ConfigError(
+            f"{place.address} holds no run: there is no {INDEX}. Name the output_dir of a run, as it was trained."
+        )
+    old = json.loads((folder / INDEX).read_text(encoding="utf-8")) if (folder / INDEX).is_file() else {}
+    have = {name: entry for name, entry in old.items() if index.files.get(name) == entry}
+    for name in old.keys() - have.keys():
+        remove(folder / inside(name))
+        with suppress(OSError):  # which is no checkpoint without files
+            (folder / name).parent.rmdir()
+    names = []
+    for name in index.files:
+        unit = unit_of(name)
+        is_log = unit not in MODELS and not unit.startswith(CHECKPOINTS)
+        if name not in have:
+            remove(folder / inside(name))
+            names += [name] if is_log or name.endswith(ABOUT) or {unit, unit.partition("/")[0]} & parts else []
+    if names:
+        total = sum(index.files[name]["bytes"] for name in names)
+        print(f"Fetching {total / 1e6:,.1f} MB from {place.address} ...", file=sys.stderr, flush=True)
+    for name in names:
+        place.get(name, index.files[name], folder / name)
+        if unit_of(name) != name and sha256_of(folder / name) != index.files[name]["sha256"]:
+            raise ConfigError(f"{place.address}/{name} has changed since it was written (its SHA-256 differs).")
+        have[name] = index.files[name]
+        write_text(folder / INDEX, json.dumps(have))
