@@ -40,15 +40,13 @@ from hftune.checkpoints.copying import (
     wanted,
     write_id,
 )
-from hftune.checkpoints.objects import RETRY_S, Entry, Index, checkpoint_name, download, opened, patiently
+from hftune.checkpoints.objects import RETRY_S, STAGED, Entry, Index, checkpoint_name, download, opened, patiently
 from hftune.checkpoints.resume import is_restarted, member
 from hftune.config.addresses import is_for_good
 from hftune.config.sections import CheckpointConfig
 from hftune.distributed.rounds import present_round
 from hftune.errors import ConfigError, TrainingError, first_line
 
-STAGED = ".new"
-"""Folder in the bucket of a model that is to take the place of another one."""
 OUTGOING = ".outgoing"
 """Folder on this machine of what is being uploaded: links, which keep the contents whatever becomes of the names."""
 ATTEMPTS = 100
@@ -87,7 +85,7 @@ class Bucket:
         self.config = CheckpointConfig()
         self._before = ""
         """Who wrote there before."""
-        self._taken_over = False
+        self._taken_over, self._is_first = False, True
         self._known: dict[str, tuple[Any, Entry]] = {}
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
@@ -230,14 +228,14 @@ class Bucket:
         try:
             files = self._pin(outgoing)
             run, (starts, step) = read_id(self.folder), progress_of(outgoing)
-            before = self.index.files
+            before = (self.place.leftovers() if self._is_first else {}) | self.index.files
             if run == self.index.run:
                 files |= self._kept(files, step)
             same = {name for name, entry in files.items() if before.get(name, {}).get("sha256") == entry["sha256"]}
             staged = {name for name in files if unit_of(name) in MODELS and name in before and name not in same}
             changed = [name for name in files if name not in same]
             for name in sorted(changed, key=lambda name: (name.startswith(CHECKPOINTS), name.endswith("manifest.json"), name)):
-                self.place.put(outgoing / name, f"{STAGED}/{name}" if name in staged else name)
+                self.place.put(outgoing / name, f"{STAGED}/{name}" if name in staged else name, files[name]["sha256"])
         finally:
             remove(outgoing)
         staged |= {name for name in same if "at" in before[name]}  # a kill came between
@@ -246,10 +244,11 @@ class Bucket:
             at = {name: {**entry, "at": f"{STAGED}/{name}"} if name in staged else entry for name, entry in files.items()}
             self._commit(replace(now, files=at))
             for name in staged:
-                self.place.copy(f"{STAGED}/{name}", name)
+                self.place.copy(f"{STAGED}/{name}", name, files[name]["sha256"])
         self._commit(now)
         for name in [*(before.keys() - files.keys()), *(f"{STAGED}/{name}" for name in staged)]:
             self.place.remove(name)
+        self._is_first = False
 
     def _pin(self, outgoing: Path) -> dict[str, Entry]:
         """Link what is to be uploaded as it is at one moment, but what grows is copied; return what the index says of it."""
@@ -284,9 +283,8 @@ class Bucket:
 
     def _kept(self, files: Mapping[str, Entry], step: int) -> dict[str, Entry]:
         """Return the entries of checkpoints that were uploaded before and stay: those that the folder would keep."""
-        earlier = [one for one in self.index.checkpoints if one < step]
-        kept = self.config.kept([*earlier, step]) if step else set()
-        units = {checkpoint_name(one) for one in earlier if one in kept}
+        there = sorted({one for index in (self.index, Index(files={**files})) for one in index.checkpoints if one <= step})
+        units = {checkpoint_name(one) for one in self.config.kept(there)} if there else set()
         return {name: entry for name, entry in self.index.files.items() if unit_of(name) in units and name not in files}
 
     def _check_writer(self) -> None:

@@ -23,11 +23,13 @@ from hftune.atomic import remove, sha256_of, write_text
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, path_of, verify
 from hftune.checkpoints.copying import CHECKPOINTS, MODELS, inside, unit_of
 from hftune.checkpoints.export import ABOUT
-from hftune.config.addresses import address_problem, file_system, is_address, is_for_good, local_name, what_is_wrong
+from hftune.config.addresses import address_problem, file_system, is_for_good, local_name, what_is_wrong
 from hftune.data.cache import cache_dir
 from hftune.errors import ConfigError, first_line
 
 INDEX = "bucket.json"
+STAGED = ".new"
+"""Folder in the bucket of a model that is to take the place of another one."""
 START_S = 60.0
 """In which a bucket has to answer, or to send something, before training and in commands."""
 RETRY_S = 2.0
@@ -76,6 +78,8 @@ class Place:
         self.fs, self._root = file_system(address)
         self.moved_at = time.monotonic()
         """When bytes were last on their way."""
+        self._sent: dict[str, str] = {}
+        """The SHA-256 of what this process has put there, by name."""
         self._meter = Meter()
         self._meter.relative_update = self.moved
 
@@ -89,7 +93,6 @@ class Place:
             values = json.loads(self.fs.cat_file(f"{self._root}/{INDEX}"))
         except FileNotFoundError:
             return None
-        self.moved()
         try:
             return Index(**values)
         except TypeError as error:
@@ -100,10 +103,12 @@ class Place:
         self.fs.pipe_file(f"{self._root}/{INDEX}", json.dumps(asdict(index), indent=1).encode())
         self.moved()
 
-    def put(self, file: Path, name: str) -> None:
-        """Upload a file."""
-        self.fs.put_file(str(file), f"{self._root}/{name}", callback=self._meter)
-        self.moved()
+    def put(self, file: Path, name: str, sha256: str) -> None:
+        """Upload a file, unless an attempt before has."""
+        if self._sent.get(name) != sha256:
+            self.fs.put_file(str(file), f"{self._root}/{name}", callback=self._meter)
+            self._sent[name] = sha256
+            self.moved()
 
     def get(self, name: str, entry: Entry, file: Path) -> None:
         """Download a file, unless an attempt before has."""
@@ -112,18 +117,25 @@ class Place:
             part.parent.mkdir(parents=True, exist_ok=True)
             self.fs.get_file(f"{self._root}/{inside(entry.get('at', name))}", str(part), callback=self._meter)
             part.rename(file)
-        self.moved()
+            self.moved()
 
-    def copy(self, name: str, other: str) -> None:
-        """Copy an object inside the bucket."""
-        self.fs.cp_file(f"{self._root}/{name}", f"{self._root}/{other}")
-        self.moved()
+    def copy(self, name: str, other: str, sha256: str) -> None:
+        """Copy an object inside the bucket, unless an attempt before has."""
+        if self._sent.get(other) != sha256:
+            self.fs.cp_file(f"{self._root}/{name}", f"{self._root}/{other}")
+            self._sent[other] = sha256
+            self.moved()
+
+    def leftovers(self) -> dict[str, Entry]:
+        """Return what may be there without being listed, as a kill came before; by name, and without contents."""
+        names = [name for folder in (CHECKPOINTS, STAGED) for name in self.fs.find(f"{self._root}/{folder}")]
+        return {name.partition(f"{self._root}/")[2]: {} for name in names}
 
     def remove(self, name: str) -> None:
         """Remove an object."""
         with suppress(FileNotFoundError):
             self.fs.rm_file(f"{self._root}/{name}")
-        self.moved()
+        self._sent.pop(name, None)
 
 
 def opened(address: str, key: str) -> Place:
@@ -172,22 +184,19 @@ def download(place: Place, index: Index, folder: Path, step: int) -> str | None:
     return None
 
 
-def fetched(address: str | Path, *parts: str, key: str = "the run") -> Path:
-    """Return a run, or a part of it, as a path of this machine; what is in a bucket is brought into the cache first.
+def fetched(address: str, *parts: str, key: str = "the run") -> Path:
+    """Bring a run in a bucket, or a part of it, into the cache of this machine, as far as it is not there; return its path.
 
     Args:
-        address: of an ``output_dir``, or of a model or checkpoint in it. A path is returned as it is.
-        parts: of a run in a bucket what is needed besides logs, the recipe and results: "model", "checkpoints".
+        address: of an ``output_dir``, or of a model or checkpoint in it.
+        parts: what is needed besides these, logs, the recipe and results: "model", "checkpoints".
         key: what a user has named with it, for messages.
 
     Raises:
         ConfigError: no run is there; or it cannot be reached.
     """
-    text = str(address)
-    if not is_address(text):
-        return Path(text).expanduser()
-    found = re.search(rf"/({CHECKPOINTS}/step_\d+|{'|'.join(MODELS)})/?$", text)
-    root, rest = (text[: found.start()], found[1]) if found else (text.rstrip("/"), "")
+    found = re.search(rf"/({CHECKPOINTS}/step_\d+|{'|'.join(MODELS)})/?$", address)
+    root, rest = (address[: found.start()], found[1]) if found else (address.rstrip("/"), "")
     if (problem := address_problem(root)) is not None:
         raise ConfigError(f"{root}: {problem}")
     place, folder = opened(root, key), cache_dir() / "runs" / root.partition(":")[0] / local_name(root)

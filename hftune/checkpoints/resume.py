@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from hftune.atomic import write_text
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, newest, open_checkpoint, steps, tidy
 from hftune.checkpoints.copying import BEGUN
-from hftune.checkpoints.objects import fetched
+from hftune.checkpoints.run_folder import here
 from hftune.config.addresses import is_address
 from hftune.config.recipe import Recipe, flat
 from hftune.config.reference import all_keys, resume_rule
@@ -54,7 +54,7 @@ def keep_settled(recipe: Recipe) -> None:
         return
     if is_address(str(recipe.output_dir)) and not (folder / "recipe.yaml").is_file():  # of a machine that has not trained it
         with suppress(ConfigError):  # no run is there, or the main process says what is wrong
-            folder = fetched(str(recipe.output_dir))
+            folder = here(str(recipe.output_dir))
     if not (folder / "recipe.yaml").is_file():
         return
     before = OmegaConf.to_container(OmegaConf.load(folder / "recipe.yaml"))
@@ -68,7 +68,7 @@ def named_folder(recipe: Recipe) -> Path:
     inside = f"{recipe.output_dir}/"
     if is_address(inside) and recipe.resume.startswith(inside):
         return recipe.folder / recipe.resume.removeprefix(inside)
-    return fetched(recipe.resume, key="resume")
+    return here(recipe.resume, key="resume")
 
 
 def find_start(recipe: Recipe, group: Sequence[Member] | None = None, callbacks: Sequence[str] = ()) -> Start:

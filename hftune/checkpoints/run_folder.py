@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from hftune.checkpoints.export import ABOUT, readable
+from hftune.config.addresses import is_address
 from hftune.config.recipe import Recipe, type_name
 from hftune.errors import ConfigError
 from hftune.task import Task
@@ -19,19 +20,28 @@ PROFILE = "profile"
 """Subfolder with the traces of ``train.profile``."""
 
 
+def here(run: str | Path, *parts: str, key: str = "the run") -> Path:
+    """Return a run, or a part of it, as a path of this machine; see ``fetched`` for what is at an address."""
+    if not is_address(str(run)):
+        return Path(os.path.expanduser(run))  # noqa: PTH111 - Path's raises for ~nobody
+    from hftune.checkpoints.objects import fetched  # imports torch
+
+    return fetched(str(run), *parts, key=key)
+
+
 def open_run(directory: str | Path, trust_code: bool = False, with_trackers: bool = False) -> tuple[Recipe, Path]:
     """Return the recipe of a run and the folder of its model.
 
     Args:
-        directory: a run's output folder; one of its models, such as outputs/bigbird/model_last; or what ``hftune push`` made of
-            it, a model with its recipe.
+        directory: a run's output folder, or its address in a bucket; one of its models, such as outputs/bigbird/model_last; or
+            what ``hftune push`` made of it, a model with its recipe.
         trust_code: import the code that the recipe names. The recipe came with the folder, wherever that came from.
         with_trackers: keep the section ``track``, which may name environment variables that this machine does not have.
 
     Raises:
         ConfigError: there is no such folder, recipe or model; or the recipe names code that is not trusted.
     """
-    directory = Path(directory).expanduser()
+    directory = here(directory, "model")
     if not directory.is_dir():
         raise ConfigError(f"{directory}: there is no such folder. Name the output folder of a run, such as outputs/bigbird.")
     if (directory / "manifest.json").is_file():

@@ -6,7 +6,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from hftune.config.addresses import is_address
 from hftune.errors import ConfigError
+
+
+def run_path(text: str) -> str | Path:
+    """Return a run's folder as a path, or its address, for ``here``."""
+    return text if is_address(text) else Path(text)
 
 
 def add_recipe(parser: argparse.ArgumentParser, is_required: bool = False) -> None:

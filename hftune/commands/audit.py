@@ -7,7 +7,7 @@ from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", help="output folder of a run, such as outputs/yelp")
+    parser.add_argument("folder", help="output folder of a run, such as outputs/yelp, or its address")
 
 
 def run(options: argparse.Namespace) -> int:

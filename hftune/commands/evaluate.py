@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hftune.commands.arguments import add_trust_code, check_output, write_text
+from hftune.checkpoints.run_folder import check_checkpoint, check_model, here
+from hftune.commands.arguments import add_trust_code, check_output, run_path, write_text
 from hftune.data.sources import held_out_key, names_eval_data
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError, first_line, is_number
@@ -22,9 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="+",
         metavar="RUN",
-        help="output folder of a run, such as outputs/yelp, or recipe=PATH.yaml; then overrides of keys, KEY=VALUE",
+        help="output folder of a run, such as outputs/yelp, its address, or recipe=PATH.yaml; then overrides, KEY=VALUE",
     )
-    parser.add_argument("--checkpoint", type=Path, help="checkpoint to evaluate instead of the model")
+    parser.add_argument("--checkpoint", type=run_path, help="checkpoint to evaluate instead of the model")
     parser.add_argument("--split", choices=("eval", "test"), default="eval", help="split to evaluate on (default %(default)s)")
     parser.add_argument("--output", type=Path, help="JSON file for the metrics")
     parser.add_argument(
@@ -39,7 +40,6 @@ def run(options: argparse.Namespace) -> int:
     if not options.track and not any(word.startswith("replace=") for word in words):
         # Trackers are not used, and may name environment variables of the other machine.
         words = [*words, "replace=[track]"]
-    from hftune.checkpoints.run_folder import check_checkpoint, check_model
     from hftune.config import Recipe
 
     recipe = Recipe.from_argv(words, options.trust_code)
@@ -50,10 +50,11 @@ def run(options: argparse.Namespace) -> int:
     model = Path(source).expanduser().with_name("model")  # beside the recipe file, which may have been moved
     if not source.endswith(".yaml") or not model.is_dir():
         model = recipe.folder / "model"
-    if options.checkpoint is None:
+    checkpoint = None if options.checkpoint is None else here(options.checkpoint, key="--checkpoint")
+    if checkpoint is None:
         check_model(model)
     else:
-        check_checkpoint(options.checkpoint)
+        check_checkpoint(checkpoint)
     if options.output is not None and ProcessInfo.from_environment().is_main:
         check_output(options.output)
     tracked_as = None
@@ -66,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
     hide_progress_bars()
     shown = 0 if tracked_as is None else recipe.eval.show_samples
-    score = evaluate(recipe, model, options.checkpoint, options.split, shown)
+    score = evaluate(recipe, model, checkpoint, options.split, shown)
     if score.is_main:
         report(score, options.output)
         if tracked_as is not None:
@@ -107,7 +108,7 @@ def recipe_in(word: str) -> str:
     Raises:
         ConfigError: it is the path of something else.
     """
-    folder = Path(word).expanduser()
+    folder = here(word, "model")
     path = folder / "recipe.yaml"
     if path.is_file():
         return f"recipe={path}"

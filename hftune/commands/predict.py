@@ -21,7 +21,7 @@ MAX_CHARACTERS = 500
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", help="output folder of a run, such as outputs/bigbird, or one of its models")
+    parser.add_argument("folder", help="output folder of a run, such as outputs/bigbird, or its address; or one of its models")
     parser.add_argument("--text", action="append", default=[], help="a text; may be repeated")
     parser.add_argument(
         "--text-file", action="append", default=[], help="a UTF-8 file that holds one text; - is standard input"

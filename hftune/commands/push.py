@@ -17,8 +17,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import disable_progress_bars, httpx, validate_repo_id
 
 from hftune.checkpoints.export import read, read_about
-from hftune.checkpoints.run_folder import open_run
-from hftune.commands.arguments import add_trust_code
+from hftune.checkpoints.run_folder import here, open_run
+from hftune.commands.arguments import add_trust_code, run_path
 from hftune.commands.merge import MERGED
 from hftune.config import Recipe
 from hftune.data.hub import causes_of, network_reason
@@ -30,7 +30,7 @@ from hftune.tracking.facts import NAME as RUN
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="output folder of a run, such as outputs/yelp")
+    parser.add_argument("folder", type=run_path, help="output folder of a run, such as outputs/yelp, or its address")
     parser.add_argument("repository", metavar="USER/NAME", help="model repository on the Hub, created if necessary")
     parser.add_argument("--private", action="store_true", help="create the repository as a private one")
     parser.add_argument("--revision", metavar="BRANCH", help="branch to push to, created if necessary (default: main)")
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: there is nothing that others could load; or the Hub refuses, or cannot be reached.
     """
-    repository, folder = options.repository, options.folder
+    repository, folder = options.repository, here(options.folder, "model")
     if repository.count("/") != 1:
         raise ConfigError(f"{repository} is not USER/NAME or ORGANIZATION/NAME, as models on the Hub are called.")
     try:

@@ -25,7 +25,7 @@ FAR_S = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="RUN", help="output folder of a run, such as outputs/yelp")
+    parser.add_argument("folder", metavar="RUN", help="output folder of a run, such as outputs/yelp, or its address")
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--step", type=int, help="step to compute again, counted from 1")
     asked.add_argument("--steps", metavar="FIRST:LAST", help="steps to compute again, such as 130:140")

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from hftune.checkpoints.run_folder import here
+from hftune.commands.arguments import run_path
 from hftune.errors import ConfigError
 
 COMPARISON = Path("compare.html")
@@ -13,7 +15,9 @@ COMPARISON = Path("compare.html")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="output folder of a run, such as outputs/yelp")
+    parser.add_argument(
+        "folders", nargs="+", type=run_path, metavar="RUN", help="output folder of a run, such as outputs/yelp, or its address"
+    )
     parser.add_argument(
         "--output", type=Path, help=f"HTML file to write (default: report.html in the run's folder; {COMPARISON} for several)"
     )
@@ -21,17 +25,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the page, and print its path."""
-    check_folders(options.folders)
+    folders = run_folders(options.folders)
     from hftune.reporting.page import REPORT, page
 
-    output = options.output or (options.folders[0] / REPORT if len(options.folders) == 1 else COMPARISON)
-    write(output, page(options.folders))
+    output = options.output or (folders[0] / REPORT if len(folders) == 1 else COMPARISON)
+    write(output, page(folders))
     print(output)
     return 0
 
 
-def check_folders(folders: Sequence[Path]) -> None:
-    """Raise ConfigError for a folder that holds no run, and for one that is named twice."""
+def run_folders(runs: Sequence[str | Path]) -> list[Path]:
+    """Return the folders of runs, or raise ConfigError for one that holds no run, and for one that is named twice."""
+    folders = [here(run) for run in runs]
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"{folder}: there is no such folder. Name the output folder of a run, such as outputs/yelp.")
@@ -39,6 +44,7 @@ def check_folders(folders: Sequence[Path]) -> None:
             raise ConfigError(f"{folder} holds no run: neither metrics.jsonl nor recipe.yaml is in it.")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError("The same run is named twice. Name each once.")
+    return folders
 
 
 def write(output: Path, text: str) -> None:

@@ -6,7 +6,10 @@ Credentials and endpoints are never part of an address or a recipe: the librarie
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hftune.errors import ConfigError, did_you_mean, first_line
@@ -72,6 +75,28 @@ def file_system(address: str) -> tuple[AbstractFileSystem, str]:
     own: dict[str, Any] = {"auto_mkdir": True} if address.partition(":")[0] in LOCAL else {}
     fs, path = url_to_fs(address, use_listings_cache=False, **own)
     return fs, str(path).rstrip("/")
+
+
+@contextmanager
+def downloaded(source: str | Path, key: str) -> Iterator[str | Path]:
+    """Yield a path of this machine: of a file at an address for as long as the block lasts; anything else as it is.
+
+    Raises:
+        ConfigError: there is no such file, or it cannot be reached.
+    """
+    if not is_address(str(source)):
+        yield source
+        return
+    with TemporaryDirectory(prefix="hftune-") as folder:
+        file = Path(folder) / local_name(str(source)).name
+        try:
+            fs, path = file_system(str(source))
+            fs.get_file(path, str(file))
+        except FileNotFoundError as error:
+            raise ConfigError(f"{key}={source}: there is no such file.") from error
+        except Exception as error:  # whatever a library raises
+            raise what_is_wrong(key, str(source), error) from error
+        yield file
 
 
 def is_for_good(error: BaseException) -> bool:

@@ -17,7 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, get_origin
 
-from hftune.config.addresses import address_problem, is_address
+from hftune.config.addresses import address_problem, downloaded, is_address
 from hftune.config.importing import find_beside, import_named, is_own
 from hftune.config.keys import Key, is_dotted, key_of, keys_of, needing, problems_of
 from hftune.config.layers import Layer, Written, merge, read_files, read_overrides, remove
@@ -85,7 +85,7 @@ class Recipe(RunConfig):
 
     @classmethod
     def load(cls, source: str | Path, *overrides: str | Mapping[str, Any], trust_code: bool = True) -> Recipe:
-        """Read a shipped recipe by name or any by path, then apply overrides in their order.
+        """Read a shipped recipe by name or any by path or address, then apply overrides in their order.
 
         Args:
             overrides: ``"section.key=value"``, whose value is read as YAML; or mappings such as ``{"section.key": value}``,
@@ -96,8 +96,8 @@ class Recipe(RunConfig):
         Raises:
             ConfigError: holding every problem found: unknown keys, wrong types, values out of bounds.
         """
-        path = recipe_path(source)
-        return _build([*read_files(path), read_overrides(overrides)], path.stem, trust_code)
+        with downloaded(source, "recipe") as path:
+            return _build([*read_files(recipe_path(path)), read_overrides(overrides)], Path(path).stem, trust_code)
 
     @classmethod
     def of_run(cls, folder: Path, values: dict[str, Any], *overrides: str | Mapping[str, Any], trust_code: bool) -> Recipe:

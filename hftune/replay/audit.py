@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hftune.batch_plan import BatchPlan, format_digest, samples_digest
+from hftune.checkpoints.run_folder import here
 from hftune.replay.ledger import read_ledger
 from hftune.tracking.ledger import NOTHING
 
@@ -51,7 +52,7 @@ def audit(folder: str | Path) -> Audit:
     Raises:
         ConfigError: there is no ledger, or it cannot be read.
     """
-    record = read_ledger(folder)
+    record = read_ledger(here(folder))
     found = Audit(starts=record.starts, lines=len(record.lines), end=record.end, problems=[*record.problems])
     found.repeated = sum("epoch" in line for line in record.lines) - len(record.taken)
     plans = {json.dumps(start["plan"], sort_keys=True) for start in found.starts}

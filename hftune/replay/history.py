@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hftune.batch_plan import BatchPlan
+from hftune.checkpoints.run_folder import here
 from hftune.config import Recipe
 from hftune.config.reference import resume_rule
 from hftune.distributed.process_info import ProcessInfo
@@ -77,7 +78,7 @@ class History:
         Raises:
             ConfigError: it holds no ledger, or one without a step.
         """
-        folder = Path(folder).expanduser()
+        folder = here(folder, "checkpoints")
         history = cls(folder, read_ledger(folder), trust_code, tuple(data))
         if not history.ledger.steps:
             raise ConfigError(f"{folder} has not finished a step yet: there is nothing to replay.")

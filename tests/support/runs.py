@@ -96,7 +96,7 @@ class Run:
 
 def environment(**extra: str) -> dict[str, str]:
     """The environment of a child process: CPU only, one thread, found from the checkout."""
-    root = str(Path(__file__).parents[2])
+    root = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": root, **extra}
 
 

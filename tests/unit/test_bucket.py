@@ -1,0 +1,391 @@
+"""A run that is kept in a bucket: what is uploaded, what a fresh machine gets, and what is said when it does not work."""
+
+import json
+import shutil
+from itertools import count
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from hftune import ConfigError, Recipe, TrainingError, train
+from hftune.checkpoints import bucket as module
+from hftune.checkpoints import objects
+from hftune.checkpoints.bucket import Bucket
+from hftune.checkpoints.checkpointer import steps, verify
+from hftune.checkpoints.copying import read_id, write_id
+from hftune.checkpoints.objects import fetched
+from hftune.config.addresses import local_folder, what_is_wrong
+from hftune.config.sections import CheckpointConfig
+from hftune.replay.audit import audit
+from tests.support.runs import SMALL
+from tests.unit.test_copies import write_checkpoint
+
+NUMBERS = count()
+MEMORY = fsspec.filesystem("memory")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for where, name in ((module, "LOOK_S"), (module, "RETRY_S"), (objects, "RETRY_S")):
+        monkeypatch.setattr(where, name, 0.01)
+    for where, name in ((module, "PATIENCE_S"), (objects, "START_S")):
+        monkeypatch.setattr(where, name, 0.2)
+
+
+@pytest.fixture
+def address():
+    """One that nobody has used yet."""
+    return f"memory://bucket{next(NUMBERS)}/run"
+
+
+def path_of(address: str) -> str:
+    return "/" + address.removeprefix("memory://")
+
+
+def listed(address: str) -> dict:
+    return json.loads(MEMORY.cat(f"{path_of(address)}/bucket.json"))
+
+
+def objects_of(address: str) -> set[str]:
+    return {name.removeprefix(f"{path_of(address)}/") for name in MEMORY.find(path_of(address))}
+
+
+class Machine:
+    """With a folder of its own, in which nothing trains."""
+
+    def __init__(self, folder: Path, address: str, keep: int = 1):
+        folder.mkdir(exist_ok=True)
+        self.folder, self.address, self.config = folder, address, CheckpointConfig(keep=keep)
+        self.bucket = Bucket(address, folder, lambda: True)
+
+    def claim(self, resume: str = "auto") -> list[str]:
+        notices = self.bucket.claim(resume)
+        self.bucket.config = self.config
+        if not read_id(self.folder):
+            write_id(self.folder, f"run of {self.folder.name}")
+        return notices
+
+    def train(self, step: int, value: float = 0.0, best: int | None = None) -> None:
+        """Leave behind what a training would have at a step."""
+        write_checkpoint(self.folder, step, value, best, self.config.keep)
+        (self.folder / ".begun").write_text("{}")
+        with (self.folder / "ledger.jsonl").open("a") as file:
+            file.write('{"after_step": 0}\n' if file.tell() == 0 else f'{{"step": {step}}}\n')
+        (self.folder / "model").mkdir(exist_ok=True)
+        (self.folder / "model/config.json").write_text(f"{{}} {step} {value}")
+
+
+@pytest.fixture
+def make(tmp_path, address):
+    return lambda name, **settings: Machine(tmp_path / name, address, **settings)
+
+
+@pytest.fixture
+def here(make):
+    """A machine that has uploaded what it had after step 10."""
+    machine = make("here")
+    assert machine.claim() == []
+    machine.train(10)
+    machine.bucket.upload()
+    return machine
+
+
+def test_a_fresh_machine_gets_all_that_a_resume_needs(here, make):
+    fresh = make("fresh")
+    assert fresh.claim() == []
+    assert verify(fresh.folder / "checkpoints/step_00000010")["step"] == 10
+    for name in ("ledger.jsonl", "model/config.json", ".begun", "checkpoints/.run_id"):
+        assert (fresh.folder / name).read_bytes() == (here.folder / name).read_bytes(), name
+    assert not (fresh.folder / ".incoming").exists() and not (here.folder / ".outgoing").exists()
+
+
+def test_old_checkpoints_leave_the_bucket_once_the_new_list_is_there(here, address, monkeypatch):
+    here.train(20)
+    seen = []
+    monkeypatch.setattr(here.bucket.place, "remove", lambda name: seen.append((name, listed(address)["step"])))
+    here.bucket.upload()
+    assert {name.split("/")[1] for name, _ in seen if name.startswith("checkpoints")} == {"step_00000010"}
+    assert {step for _, step in seen} == {20}
+    assert objects.Index(**listed(address)).checkpoints == [20]
+
+
+def test_the_bucket_keeps_what_the_folder_keeps_also_if_a_fresh_machine_has_fetched_less(make, address):
+    first = make("first", keep=2)
+    first.claim()
+    for step in (10, 20):
+        first.train(step, best=10)
+        first.bucket.upload()
+    second = make("second", keep=2)
+    second.claim()
+    assert steps(second.folder / "checkpoints") == [10, 20]  # the newest, and that of the best model
+    second.train(30, best=10)
+    second.bucket.upload()
+    assert objects.Index(**listed(address)).checkpoints == [10, 20, 30]
+    second.train(40, best=40)
+    second.bucket.upload()
+    assert objects.Index(**listed(address)).checkpoints == [30, 40]
+
+
+def test_a_kill_in_the_midst_of_an_upload_leaves_what_was_there_and_no_rubbish(here, make, address, monkeypatch):
+    seen = set()
+    here.train(20)
+    originals = {name: getattr(objects.Place, name) for name in ("put", "write", "copy", "remove")}
+    for number in range(2, 60):  # the first one claims the address
+        calls = count(1)
+
+        def cut(name, calls=calls, number=number):
+            def call(*arguments):
+                if next(calls) == number:
+                    raise KeyboardInterrupt
+                return originals[name](*arguments)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for name in originals:
+                patch.setattr(objects.Place, name, cut(name))
+            again = make("here")
+            try:
+                again.claim()
+                again.bucket.upload()
+                break
+            except KeyboardInterrupt:
+                pass
+        fresh = make(f"fresh{number}")
+        assert fresh.claim() == []
+        (step,) = steps(fresh.folder / "checkpoints")
+        assert verify(fresh.folder / f"checkpoints/step_{step:08d}")["step"] == step
+        assert (fresh.folder / "model/config.json").read_text() in ("{} 10 0.0", "{} 20 0.0")[step == 20 :]
+        seen.add((step, (fresh.folder / "model/config.json").read_text()))
+    assert len(seen) == 2 and 10 < number < 59
+    last = make("last")
+    last.claim()
+    last.bucket.upload()
+    assert objects_of(address) == {*listed(address)["files"], "bucket.json"} and listed(address)["step"] == 20
+
+
+def test_a_damaged_or_missing_object_costs_one_checkpoint_and_is_said(make, address):
+    first = make("first", keep=3)
+    first.claim()
+    for step in (10, 20, 30):
+        first.train(step)
+        first.bucket.upload()
+    folder = f"{path_of(address)}/checkpoints"
+    whole = MEMORY.cat(f"{folder}/step_00000030/model.safetensors")
+    MEMORY.pipe(f"{folder}/step_00000030/model.safetensors", whole[:-1] + bytes([whole[-1] ^ 1]))
+    MEMORY.rm(f"{folder}/step_00000020/progress.json")
+    fresh = make("fresh", keep=3)
+    assert fresh.claim() == [
+        f"Skipped {address}/checkpoints/step_00000030: model.safetensors has changed since it was written (its SHA-256 differs).",
+        f"Skipped {address}/checkpoints/step_00000020: progress.json is missing.",
+    ]
+    assert steps(fresh.folder / "checkpoints") == [10]
+    fresh.bucket.upload()
+    assert objects.Index(**listed(address)).checkpoints == [10]
+    MEMORY.pipe(f"{folder}/step_00000010/progress.json", b"{}")
+    with pytest.raises(
+        ConfigError, match=r"step_00000010: progress.json has 2 bytes .* No intact checkpoint is left\. resume=never"
+    ):
+        make("third").claim()
+
+
+def test_a_damaged_model_is_left_out_and_said(here, make, address):
+    MEMORY.pipe(f"{path_of(address)}/model/config.json", b"{}")
+    fresh = make("fresh")
+    assert fresh.claim() == [f"Skipped {address}/model: config.json is missing or has changed."]
+    assert not (fresh.folder / "model").exists() and steps(fresh.folder / "checkpoints") == [10]
+
+
+def test_the_newer_of_folder_and_bucket_counts(here, make, address):
+    fresh = make("fresh")
+    fresh.claim()
+    fresh.train(20)
+    fresh.bucket.upload()
+    assert here.claim() == [] and steps(here.folder / "checkpoints") == [20]  # it comes back with an older state
+    here.train(30)  # and is lost before it has uploaded that
+    assert here.claim() == [] and steps(here.folder / "checkpoints") == [30]
+    here.bucket.upload()
+    assert listed(address)["step"] == 30
+
+
+def test_another_run_is_not_mixed_with_the_one_in_the_bucket(here, make, address):
+    other = make("other")
+    other.train(5)
+    write_id(other.folder, "another one")
+    with pytest.raises(ConfigError, match=rf"output_dir={address} holds a different run than its working copy .*resume=never"):
+        other.claim()
+    assert other.claim("never") == [f"{address} holds an earlier run; this run replaces it."]
+    other.bucket.upload()
+    assert objects_of(address) == {*listed(address)["files"], "bucket.json"}
+    assert (listed(address)["run"], objects.Index(**listed(address)).checkpoints) == ("another one", [5])
+
+
+def test_who_comes_later_has_the_address_and_the_other_one_says_so(here, make, address, capsys):
+    make("later").claim()
+    before = objects_of(address)
+    here.train(20)
+    here.bucket.begin(here.config)
+    with pytest.raises(TrainingError, match=rf"{address} has not: process \d+ on .* has taken over {address} \(waited .*\)\.$"):
+        here.bucket.finish(None)
+    assert objects_of(address) == before
+    assert f"has taken over {address}. Nothing more is uploaded; training continues in" in capsys.readouterr().out
+
+
+def test_without_the_network_training_goes_on_and_the_upload_catches_up(here, address, monkeypatch, capsys):
+    down = True
+    put = type(MEMORY).put_file
+
+    def put_file(self, *arguments, **options):
+        if down:
+            raise ConnectionError("no route to https://me:topsecret@host/")
+        return put(self, *arguments, **options)
+
+    monkeypatch.setattr(type(MEMORY), "put_file", put_file)
+    here.train(20)
+    here.bucket.begin(here.config)
+    here.bucket._ends.wait(0.1)
+    assert here.bucket.failure and listed(address)["step"] == 10
+    down = False
+    here.bucket.finish(None)
+    out = capsys.readouterr().out
+    assert f"warning: {address} cannot be written: ConnectionError: no route to https://" in out and "topsecret" not in out
+    assert f"{address} is up to date again, after 0 s" in out
+    assert f"{address} has everything; the last upload took 0." in out and listed(address)["step"] == 20
+
+
+def test_an_end_without_the_network_waits_no_longer_than_said_and_is_no_success(here, address, monkeypatch, capsys):
+    def put_file(*_, **__):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(type(MEMORY), "put_file", put_file)
+    here.train(20)
+    here.bucket.begin(here.config)
+    with pytest.raises(
+        TrainingError, match=r"has everything, but .* has not: ConnectionError: no route \(waited 0\.\d s\)\. The same command"
+    ):
+        here.bucket.finish(None)
+    here.bucket.finish(ValueError)  # which says more than this
+    assert "warning:" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_bucket_that_does_not_answer_is_named_before_training_unless_a_later_round_can_go_on(here, make, monkeypatch, capsys):
+    def cat_file(*_, **__):
+        raise TimeoutError("nobody is there")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(MEMORY), "cat_file", cat_file)
+        with pytest.raises(
+            ConfigError, match=r"output_dir=memory://.* cannot be reached: TimeoutError: nobody is there\. Check the"
+        ):
+            here.claim()
+        assert "Trying again for 0.2 s." in capsys.readouterr().err
+        patch.setenv("HFTUNE_ROUND", "3")
+        assert "This round goes on from" in here.claim()[0]
+    later = make("later")
+    later.claim()
+    here.train(20)
+    here.bucket.index = objects.Index()  # as of a new process
+    here.bucket.upload()
+    assert listed(here.address)["step"] == 20
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (ModuleNotFoundError("Install s3fs"), "needs a package that is not installed: pip install s3fs."),
+        (FileNotFoundError("x"), "there is no s3://mine. Create it, or correct the name."),
+        (PermissionError("Forbidden"), "access is denied (Forbidden). Check the keys in the environment"),
+        (type("NoCredentialsError", (Exception,), {})("Unable to locate credentials"), "Put keys into the environment."),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(error, said):
+    text = str(what_is_wrong("output_dir", "s3://mine/run", error))
+    assert text.startswith("output_dir=s3://mine/run") and said in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (
+            "s4://mine/run",
+            "output_dir=s4://mine/run: there is no protocol s4. Write it as in s3://bucket/run.",
+        ),
+        (
+            "https://mine/run",
+            "output_dir=https://mine/run: files cannot be written there. Name a bucket, such as s3://bucket/run.",
+        ),
+        (
+            "s3://mine/../run",
+            "output_dir=s3://mine/../run: write it as in s3://bucket/run, without parameters. Keys and endpoints are",
+        ),
+    ],
+)
+def test_an_address_that_is_none_is_refused_before_anything_is_imported(given, said):
+    with pytest.raises(ConfigError) as refused:
+        Recipe.load("yelp_demo", f"output_dir={given}").validate()
+    assert str(refused.value).startswith(said)
+
+
+def test_a_password_in_an_address_is_refused_and_not_repeated():
+    with pytest.raises(ConfigError) as refused:
+        Recipe.load("yelp_demo", "output_dir=s3://me:topsecret@mine/run").validate()
+    assert "topsecret" not in str(refused.value)
+
+
+def test_the_working_copy_is_named_after_bucket_and_run():
+    assert Recipe.load("yelp_demo", "output_dir=s3://mine/some/run/").folder == Path("outputs/mine/some/run")
+    assert local_folder("outputs/a") == Path("outputs/a")
+
+
+def test_a_name_in_the_list_that_leads_out_of_the_folder_is_refused(here, make, address):
+    found = listed(address)
+    found["files"]["../../evil.json"] = {"bytes": 1, "sha256": "x"}
+    MEMORY.pipe(f"{path_of(address)}/bucket.json", json.dumps(found).encode())
+    with pytest.raises(ConfigError, match="leads out of the output folder"):
+        make("fresh").claim()
+
+
+def test_commands_read_a_run_in_a_bucket_and_follow_it(here, address, tmp_path):
+    folder = fetched(address)
+    assert (folder / "ledger.jsonl").is_file() and not (folder / "model").exists() and not (folder / "checkpoints").exists()
+    model = fetched(f"{address}/model")
+    assert model == folder / "model" and (model / "config.json").read_text() == "{} 10 0.0"
+    assert verify(fetched(f"{address}/checkpoints/step_00000010"))["step"] == 10
+    here.train(20)
+    here.bucket.upload()
+    assert (fetched(address, "model", "checkpoints") / "model/config.json").read_text() == "{} 20 0.0"
+    assert steps(folder / "checkpoints") == [20]
+    with pytest.raises(ConfigError, match=r"memory://nothing/run holds no run: there is no bucket\.json\. Name the output_dir"):
+        fetched("memory://nothing/run")
+
+
+WORDS = (
+    *SMALL,
+    "train.schedule=constant",
+    "train.warmup_ratio=0",
+    "train.epochs=1",
+    "checkpoint.every=2",
+    "eval.every=3",
+    "eval.metric=accuracy",
+)
+
+
+def test_a_run_whose_folder_is_gone_is_resumed_or_found_finished(address, capsys, tmp_path):
+    def go(*words: str):
+        return train(Recipe.load("yelp_demo", *WORDS, f"output_dir={address}", *words))
+
+    go("train.max_steps=4")
+    shutil.rmtree("outputs")
+    result = go()
+    assert result.steps == 7 and "Resuming from step 4 of 7" in capsys.readouterr().out
+    weights = (result.output_dir / "model_last/model.safetensors").read_bytes()
+    assert MEMORY.cat(f"{path_of(address)}/model_last/model.safetensors") == weights
+    assert [start["after_step"] for start in audit(address).starts] == [0, 4] and not audit(address).problems
+    alone = train(Recipe.load("yelp_demo", *WORDS, f"output_dir={tmp_path / 'alone'}"))
+    assert (alone.output_dir / "model_last/model.safetensors").read_bytes() == weights
+    shutil.rmtree("outputs")
+    assert go().steps == 7 and f"{address} is finished: 7 steps" in capsys.readouterr().out
+    again = train(Recipe.load(f"{address}/recipe.yaml", f"output_dir={tmp_path / 'again'}", "train.max_steps=1"))
+    assert again.steps == 1 and again.output_dir == tmp_path / "again"
