@@ -101,6 +101,22 @@ def test_a_fresh_machine_gets_all_that_a_resume_needs(here, make):
     assert not (fresh.folder / ".incoming").exists() and not (here.folder / ".outgoing").exists()
 
 
+def test_a_folder_may_take_the_place_of_a_bucket(tmp_path):
+    address = f"file://{tmp_path}/disk/run"
+    first = Machine(tmp_path / "first", address)
+    first.claim()
+    for step in (10, 20):
+        first.train(step)
+        first.bucket.upload()
+    fresh = Machine(tmp_path / "fresh", address)
+    assert fresh.claim() == [] and steps(fresh.folder / "checkpoints") == [20]
+    assert (fresh.folder / "model/config.json").read_text() == "{} 20 0.0"
+    kept = {path.parent.name for path in (tmp_path / "disk/run/checkpoints").glob("*/manifest.json")}
+    assert kept == {"step_00000020"}
+        "model.safetensors"
+    ]
+
+
 def test_old_checkpoints_leave_the_bucket_once_the_new_list_is_there(here, address, monkeypatch):
     here.train(20)
     seen = []
