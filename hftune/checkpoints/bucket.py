@@ -83,6 +83,7 @@ class Bucket:
         self.failure: str | None = None
         """Why the last attempt to upload failed; None if it did not."""
         self.config = CheckpointConfig()
+        self._word = secrets.token_hex(8)
         self._before = ""
         """Who wrote there before."""
         self._taken_over, self._is_first = False, True
@@ -112,14 +113,15 @@ class Bucket:
     def _take(self) -> None:
         """Let this process be the one that writes, which shows at once that it can."""
         found, who = self.place.read() or Index(), f"process {os.getpid()} on {socket.gethostname()}"
-        self._before = found.who
-        self.place.write(index := replace(found, writer=secrets.token_hex(8), who=who))
+        if found.writer != self._word:
+            self._before = found.who
+        self.place.write(index := replace(found, writer=self._word, who=who))
         self.index = index
 
     def _is_restart(self, found: Index) -> bool:
         """Whether the same job has written what is there, from another machine; see ``is_restarted``."""
         if not (self.folder / BEGUN).is_file() and BEGUN in found.files:
-            patiently(lambda: self.place.get(BEGUN, {}, self.folder / BEGUN), self.place, "output_dir")
+            self.place.get(BEGUN, {}, self.folder / BEGUN, "output_dir")
         return is_restarted(self.folder, member())
 
     def _fetch(self, found: Index) -> list[str]:
@@ -137,15 +139,21 @@ class Bucket:
         print(f"Fetching {total / 1e6:,.1f} MB from {self.address}, which {self._before} has written ...", flush=True)
         incoming = self.folder / INCOMING
         remove(incoming)
-        return patiently(lambda: self._receive(found, incoming), self.place, "output_dir")
+        notices, have, models = self._receive(found, incoming)
+        place(incoming, self.folder, found.run, have, models)
+        return notices
 
-    def _receive(self, found: Index, incoming: Path) -> list[str]:
-        """Download the newest intact checkpoint, that of the best model, and all that belongs to them, and put it in place."""
+    def _receive(self, found: Index, incoming: Path) -> tuple[list[str], dict[str, str], set[str]]:
+        """Download the newest intact checkpoint, that of the best model, and all that belongs to them.
+
+        Returns:
+            What a user should know, and which checkpoints and models have arrived, see ``place``.
+        """
         notices: list[str] = []
         have: dict[str, str] = {}
 
         def take(step: int) -> bool:
-            if (problem := download(self.place, found, incoming, step)) is not None:
+            if (problem := download(self.place, found, incoming, step, "output_dir")) is not None:
                 notices.append(problem)
                 return False
             manifest = json.loads((incoming / checkpoint_name(step) / "manifest.json").read_text(encoding="utf-8"))
@@ -163,16 +171,13 @@ class Bucket:
         for name, entry in found.files.items():
             if name.startswith(CHECKPOINTS) or unit_of(name) not in {name, *models}:
                 continue
-            with suppress(FileNotFoundError):
-                self.place.get(name, entry, incoming / name)
-            is_there = (incoming / name).is_file()
-            if unit_of(name) in models and not (is_there and sha256_of(incoming / name) == entry["sha256"]):
+            is_there = self.place.get(name, entry, incoming / name, "output_dir")
+            if not is_there or (unit_of(name) in models and sha256_of(incoming / name) != entry["sha256"]):
                 notices.append(f"Skipped {self.address}/{unit_of(name)}: {Path(name).name} is missing or has changed.")
                 models.discard(unit_of(name))
         for name in {*MODELS} - models:
             remove(incoming / name)
-        place(incoming, self.folder, found.run, have, models)
-        return notices
+        return notices, have, models
 
     # In training
 

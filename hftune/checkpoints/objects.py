@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -110,14 +111,21 @@ class Place:
             self._sent[name] = sha256
             self.moved()
 
-    def get(self, name: str, entry: Entry, file: Path) -> None:
-        """Download a file, unless an attempt before has."""
-        if not file.is_file():
-            part = file.with_name(f"{file.name}.part")
-            part.parent.mkdir(parents=True, exist_ok=True)
-            self.fs.get_file(f"{self._root}/{inside(entry.get('at', name))}", str(part), callback=self._meter)
+    def get(self, name: str, entry: Entry, file: Path, key: str) -> bool:
+        """Download a file, see ``patiently``; return whether it is there."""
+        part = file.with_name(f"{file.name}.part")
+        part.parent.mkdir(parents=True, exist_ok=True)
+
+        def get() -> bool:
+            try:
+                self.fs.get_file(f"{self._root}/{inside(entry.get('at', name))}", str(part), callback=self._meter)
+            except FileNotFoundError:
+                return False
+            return True
+
+        if is_there := patiently(get, self, key):
             part.rename(file)
-            self.moved()
+        return is_there
 
     def copy(self, name: str, other: str, sha256: str) -> None:
         """Copy an object inside the bucket, unless an attempt before has."""
@@ -152,36 +160,47 @@ def patiently(action: Callable[[], T], place: Place, key: str) -> T:
     Raises:
         ConfigError: it is in vain, for the reason that it names; at once if no further attempt can change that.
     """
-    wait_s = RETRY_S
+    done: list[T] = []
+    failed: list[ConfigError] = []
+
+    def attempt() -> None:
+        wait_s = RETRY_S
+        while not (done or failed):
+            try:
+                done.append(action())
+            except Exception as error:  # whatever a library raises
+                if is_for_good(error) or time.monotonic() + wait_s > place.moved_at + START_S:
+                    failed.append(what_is_wrong(key, place.address, error))
+                    return
+                reason = f"{place.address} cannot be reached: {first_line(error)}"
+                print(f"note: {reason}. Trying again for {START_S:g} s.", file=sys.stderr, flush=True)
+                time.sleep(wait_s)
+                wait_s *= 2
+
     place.moved()
-    while True:
-        try:
-            return action()
-        except Exception as error:  # whatever a library raises
-            if is_for_good(error) or time.monotonic() + wait_s > place.moved_at + START_S:
-                raise what_is_wrong(key, place.address, error) from error
-            reason = f"{place.address} cannot be reached: {first_line(error)}"
-            print(f"note: {reason}. Trying again for {START_S:g} s.", file=sys.stderr, flush=True)
-        time.sleep(wait_s)
-        wait_s *= 2
+    thread = threading.Thread(target=attempt, name="hftune bucket", daemon=True)  # a library may wait for much longer
+    thread.start()
+    while thread.is_alive() and time.monotonic() < place.moved_at + START_S:
+        thread.join(0.1)
+    if done:
+        return done[0]
+    failed.append(ConfigError(f"{key}={place.address} does not answer. Check the network and the endpoint."))
+    raise failed[0]
 
 
-def download(place: Place, index: Index, folder: Path, step: int) -> str | None:
-    """Download a checkpoint; return why it cannot be used, None if it can.
-
-    Raises:
-        Exception: the network is down.
-    """
+def download(place: Place, index: Index, folder: Path, step: int, key: str) -> str | None:
+    """Download a checkpoint; return why it cannot be used, None if it can."""
     unit = checkpoint_name(step)
+    missing = next((name for name in index.of(unit) if not place.get(name, index.files[name], folder / name, key)), None)
     try:
-        for name in index.of(unit):
-            place.get(name, index.files[name], folder / name)
-        verify(folder / unit)
-    except (FileNotFoundError, BrokenCheckpoint) as error:
-        remove(folder / unit)
-        what = f"{Path(str(error)).name} is missing" if isinstance(error, FileNotFoundError) else error
-        return f"Skipped {place.address}/{unit}: {what}."
-    return None
+        if missing is None:
+            verify(folder / unit)
+            return None
+        reason = f"{Path(missing).name} is missing"
+    except BrokenCheckpoint as error:
+        reason = str(error)
+    remove(folder / unit)
+    return f"Skipped {place.address}/{unit}: {reason}."
 
 
 def fetched(address: str, *parts: str, key: str = "the run") -> Path:
@@ -202,11 +221,11 @@ def fetched(address: str, *parts: str, key: str = "the run") -> Path:
     place, folder = opened(root, key), cache_dir() / "runs" / root.partition(":")[0] / local_name(root)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock", mode=0o666):  # processes of this machine may do the same
-        patiently(lambda: renew(place, folder, {*parts, rest}), place, key)
+        renew(place, folder, {*parts, rest}, key)
     return folder / rest
 
 
-def renew(place: Place, folder: Path, parts: set[str]) -> None:
+def renew(place: Place, folder: Path, parts: set[str], key: str) -> None:
     """Bring a copy of a run to what is in its bucket now; of checkpoints and models, only these parts."""
     index = place.read()
     if index is None:
@@ -230,8 +249,8 @@ def renew(place: Place, folder: Path, parts: set[str]) -> None:
         total = sum(index.files[name]["bytes"] for name in names)
         print(f"Fetching {total / 1e6:,.1f} MB from {place.address} ...", file=sys.stderr, flush=True)
     for name in names:
-        place.get(name, index.files[name], folder / name)
-        if unit_of(name) != name and sha256_of(folder / name) != index.files[name]["sha256"]:
-            raise ConfigError(f"{place.address}/{name} has changed since it was written (its SHA-256 differs).")
+        is_there = place.get(name, index.files[name], folder / name, key)
+        if not is_there or (unit_of(name) != name and sha256_of(folder / name) != index.files[name]["sha256"]):
+            raise ConfigError(f"{place.address}/{name} is missing or has changed since it was written.")
         have[name] = index.files[name]
         write_text(folder / INDEX, json.dumps(have))

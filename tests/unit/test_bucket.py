@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+import time
 from itertools import count
 from pathlib import Path
 
@@ -113,8 +115,6 @@ def test_a_folder_may_take_the_place_of_a_bucket(tmp_path):
     assert (fresh.folder / "model/config.json").read_text() == "{} 20 0.0"
     kept = {path.parent.name for path in (tmp_path / "disk/run/checkpoints").glob("*/manifest.json")}
     assert kept == {"step_00000020"}
-        "model.safetensors"
-    ]
 
 
 def test_old_checkpoints_leave_the_bucket_once_the_new_list_is_there(here, address, monkeypatch):
@@ -305,6 +305,14 @@ def test_a_bucket_that_does_not_answer_is_named_before_training_unless_a_later_r
     here.bucket.index = objects.Index()  # as of a new process
     here.bucket.upload()
     assert listed(here.address)["step"] == 20
+
+
+def test_a_library_that_waits_for_ever_is_not_waited_for(here, monkeypatch):
+    monkeypatch.setattr(type(MEMORY), "cat_file", lambda *_, **__: threading.Event().wait(60))
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=rf"output_dir={here.address} does not answer\. Check the network and the endpoint\."):
+        here.claim()
+    assert time.monotonic() < began + 10
 
 
 @pytest.mark.parametrize(
