@@ -51,5 +51,8 @@ def keys_with_secrets(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
             yield from keys_with_secrets(item, key)
     elif isinstance(value, str):
         text = _REFERENCE.sub(HIDDEN, value)
-        if any(match[1].strip(".") for form in _FORMS for match in form.finditer(text)):
+        named = re.search(rf"\.storage_options\..*({_NAMES})", key, re.IGNORECASE)
+        if named and text != HIDDEN:
+            yield key, HIDDEN
+        elif any(match[1].strip(".") for form in _FORMS for match in form.finditer(text)):
             yield key, without_secrets(value)

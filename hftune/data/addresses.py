@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ from fsspec.core import url_to_fs
 from fsspec.spec import AbstractFileSystem
 
 from hftune.atomic import atomic_path
-from hftune.data.cache import cache_dir, explained, locked
+from hftune.data.cache import cache_dir, explained, locked, saying
 from hftune.data.files import local_files
 from hftune.errors import DataError
 from hftune.secrecy import without_secrets
@@ -32,6 +33,8 @@ TRIES = 8
 FIRST_WAIT_S = 0.5
 VERSIONS = ("ETag", "etag", "sha256", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created")
 """What file systems say of a file that changes with its content. The first that is said counts."""
+AT_ONCE = 2**24
+"""Bytes of a request for a whole file."""
 FREE_TO_FETCH = 0.8
 """Of the space for parts, what is filled ahead. The rest is for what is asked for out of turn."""
 
@@ -210,6 +213,23 @@ def find_files(patterns: Sequence[str], options: Mapping[str, Any]) -> list[str]
 def _matched(pattern: str, options: Mapping[str, Any]) -> list[str]:
     fs, path = url_to_fs(pattern, **options)
     return sorted(map(fs.unstrip_protocol, fs.glob(path)))
+
+
+def downloaded(file: File) -> str:
+    """Return the path of a file, fetched once a machine if it is elsewhere."""
+    if file.is_local:
+        return file.address
+    path = cache_dir() / "files" / Hasher.hash(file.key) / Path(re.split("[?#]", file.address)[0]).name
+    with explained():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path):
+            if not path.is_file():
+                say = saying(f"Downloading {file}", file.size, "bytes")
+                with atomic_path(path, is_shared=True) as temporary, temporary.open("wb") as target:
+                    for start in range(0, file.size, AT_ONCE):
+                        target.write(file.fetch(start, min(start + AT_ONCE, file.size)))
+                        say(start)
+    return str(path)
 
 
 class Blocks:

@@ -78,7 +78,7 @@ def query_file(source: str, database: str, query: str) -> str:
     return _written(f"rows-{content_digest(found)[:32]}", lambda: found)
 
 
-def excel_file(source: str, files: Sequence[str], sheet: str | None, storage_options: Mapping[str, Any] | None = None) -> str:
+def excel_file(source: str, files: Sequence[str], sheet: str | None) -> str:
     """Write a sheet of Excel files, by default the first, into a parquet file, and return its path.
 
     The first row has the names of the columns. Texts stay texts, and only an empty cell is a missing value. A column of cells
@@ -86,14 +86,13 @@ def excel_file(source: str, files: Sequence[str], sheet: str | None, storage_opt
 
     Args:
         source: the key and value that name the files, at the start of error messages.
-        storage_options: what fsspec is given to reach files that are elsewhere.
 
     Raises:
         DataError: a file cannot be read, has no such sheet, or has other columns than the first one.
     """
     books = {}
-    for path in chain.from_iterable([name] if "://" in name else sorted(local_files(name)) for name in files):
-        with fsspec.open(path, "rb", compression="infer", **(storage_options or {})) as file:
+    for path in chain.from_iterable(sorted(local_files(name)) for name in files):
+        with fsspec.open(path, "rb", compression="infer") as file:
             books[path] = file.read()
 
     def read() -> datasets.Dataset:

@@ -23,7 +23,7 @@ FORMAT_OF = {
     **{".parquet": "parquet", ".arrow": "arrow", ".txt": "text", ".xlsx": "excel", ".xls": "excel"},
 }
 """File format by suffix; tsv is csv with tabs."""
-PACKED = (".gz", ".bz2", ".xz", ".zst")
+PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 """Suffixes of compressed files, which datasets decompresses."""
 
 

@@ -22,6 +22,7 @@ from pyarrow import ipc, json, parquet
 from hftune.batch_plan import spread
 from hftune.data.addresses import Blocks, File, SourceError, block_name, find_files
 from hftune.data.cache import cached_arrays, saying
+from hftune.data.files import PACKED
 from hftune.errors import DataError
 
 PIECE = 2**18
@@ -411,7 +412,7 @@ def open_in_place(kind: str, patterns: Sequence[str], options: Mapping[str, Any]
         SourceError: a file is not there, or cannot be read.
         DataError: the files have different columns.
     """
-    if kind not in READERS:
+    if kind not in READERS or any(pattern.lower().endswith(PACKED) for pattern in patterns):
         return None
     files = [File.found(address, options) for address in find_files(patterns, options)]
     if sum(file.size for file in files) < least:

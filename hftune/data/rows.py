@@ -23,7 +23,7 @@ from huggingface_hub.utils import httpx
 
 from hftune.config.importing import import_named
 from hftune.data import idx
-from hftune.data.addresses import File, find_files
+from hftune.data.addresses import File, downloaded, find_files
 from hftune.data.cache import cached_value
 from hftune.data.cells import excel_file, query_file
 from hftune.data.digest import MIN_CACHED_ROWS, content_digest
@@ -70,8 +70,14 @@ def load_split(source: Source, split: str, source_split: str = "") -> datasets.D
             named, folder = f"{source.key}.data_dir={source.folder}", str(Path(source.folder).expanduser())
             rows = load(source.dataset, named, source.instead, split=source_split, data_dir=folder)
         else:
-            folder = str(Path(source.dataset).expanduser())
-            rows = load(folder, source.named, source.instead, name=source.config, split=source_split)
+            folder = Path(source.dataset).expanduser()
+            if saved := [path for path in (folder, folder / source_split) if (path / "state.json").is_file()]:
+                rows = datasets.load_from_disk(saved[0])  # what ``save_to_disk`` wrote
+            elif (folder / "dataset_dict.json").is_file():
+                splits = ", ".join(sorted(path.parent.name for path in folder.glob("*/state.json")))
+                raise DataError(f"{source.named}: unknown split {source_split!r}. It has {splits}.")
+            else:
+                rows = load(str(folder), source.named, source.instead, name=source.config, split=source_split)
     except DataError as error:
         if split == "train" or "nknown split" not in str(error):
             raise
@@ -169,15 +175,12 @@ def load_files(
     Raises:
         DataError: they cannot be loaded, hold texts that are not UTF-8, or rows of a csv file have been lost.
     """
-    elsewhere: dict[str, Any] = {}
     if any("://" in file for file in files):
-        elsewhere, files = {"storage_options": dict(options or {})}, find_files(files, options or {})
-        for file in files:
-            File.found(file, options or {})  # unlike datasets, it says why a file cannot be read
+        files = [downloaded(File.found(file, options or {})) for file in find_files(files, options or {})]
     if kind == "excel":
-        kind, files, elsewhere = "parquet", [excel_file(source, files, sheet, **elsewhere)], {}
+        kind, files = "parquet", [excel_file(source, files, sheet)]
     if kind not in ("csv", "tsv"):
-        rows = load(kind, source, data_files={split: files}, split=split, **elsewhere)
+        rows = load(kind, source, data_files={split: files}, split=split)
         if kind != "text" and len(rows):  # pyarrow reads the others without looking at their characters
             cached_value(["is UTF-8", rows._fingerprint], lambda: _check_characters(rows, source))
         return rows
@@ -187,7 +190,7 @@ def load_files(
         cells: dict[str, Any] = {"features": datasets.Features(dict.fromkeys(texts, datasets.Value("large_string")))}
     else:
         cells = {"converters": dict.fromkeys(texts, _as_written)}
-    rows = load("csv", source, data_files={split: files}, split=split, sep=separator, **cells, **elsewhere)
+    rows = load("csv", source, data_files={split: files}, split=split, sep=separator, **cells)
     row = _swallowing_row(rows, separator)
     # Texts of several lines are usual in csv files, whose writers quote them well.
     if row is not None and (separator == "\t" or any(map(_has_stray_quotes, chain.from_iterable(map(local_files, files))))):

@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from hftune.data.tokenized import Ragged, tokenizer_key
 from hftune.data.word_tokenizer import word_tokenizer
 from hftune.tasks import SequenceClassification
 from hftune.tasks.text import check_inputs
+from tests.support.servers import Web
 
 CONFIG = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 ROWS = [{"text": f"the food was {word} on day {day}", "label": label} for day in range(8) for label, word in enumerate("abc")]
@@ -218,3 +220,26 @@ def test_a_byte_order_mark_is_no_part_of_the_first_text(tmp_path, name):
     (tmp_path / name).write_text(content[name], encoding="utf-8-sig")
     rows = load_split(Source(files={"train": str(tmp_path / name)}), "train")
     assert list(rows["text"]) == ["one", "two"]
+
+
+def test_folder_of_save_to_disk_is_a_data_set(tmp_path):
+    rows = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "label": [0, 1, 0]})
+    rows.save_to_disk(tmp_path / "one")
+    assert load_split(Source(str(tmp_path / "one")), "train", "train")["text"] == rows["text"]
+    datasets.DatasetDict(train=rows, test=rows.select([2])).save_to_disk(tmp_path / "several")
+    assert load_split(Source(str(tmp_path / "several")), "eval", "test")["text"] == ["c"]
+    with pytest.raises(
+        DataError, match=r"several: unknown split 'dev'\. It has test, train\. Set task\.eval_split to one of them"
+    ):
+        load_split(Source(str(tmp_path / "several")), "eval", "dev")
+
+
+def test_zip_files_and_files_elsewhere_are_read(tmp_path):
+    content = b"text,label\n007,1\nb,0\n"
+    with zipfile.ZipFile(tmp_path / "rows.csv.zip", "w") as file:
+        file.writestr("rows.csv", content)
+    with Web({"rows.csv": content, "rows.jsonl": b'{"text": "007"}\n{"text": "b"}\n'}) as web:
+        for path in (tmp_path / "rows.csv.zip", f"{web.address}/rows.csv", f"{web.address}/rows.jsonl"):
+            assert load_split(Source(files={"train": str(path)}), "train")["text"][:] == ["007", "b"]
+        with pytest.raises(DataError, match=r"none\.csv: there is no such file or bucket\."):
+            load_split(Source(files={"train": f"{web.address}/none.csv"}), "train")

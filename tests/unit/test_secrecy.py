@@ -109,3 +109,15 @@ def test_a_secret_of_the_environment_is_used(monkeypatch):
     monkeypatch.setenv("A_PASSWORD", PLANTED)
     recipe = Recipe.load("text_classification_demo", {"task.data_files.train": "https://me:${oc.env:A_PASSWORD}@host/x.json"})
     assert recipe.task.data_files["train"] == ADDRESSES[0] and PLANTED not in recipe.to_yaml()
+
+
+def test_options_of_a_file_system_that_are_secrets_must_be_references(monkeypatch):
+    monkeypatch.setenv("KEY", PLANTED)
+    recipe = Recipe.load(
+        "text_classification_demo", "task.storage_options={secret: '${oc.env:KEY}', endpoint_url: 'http://there'}"
+    )
+    assert recipe.task.source.options == {"secret": PLANTED, "endpoint_url": "http://there"} and PLANTED not in recipe.to_yaml()
+    for options in ({"secret": PLANTED}, {"client_kwargs": {"headers": {"Authorization": f"Bearer {PLANTED}"}}}):
+        with pytest.raises(ConfigError, match=r"task\.storage_options\..*=\.\.\. holds a password or token") as caught:
+            Recipe.load("text_classification_demo", {"task.storage_options": options})
+        assert PLANTED not in str(caught.value)
