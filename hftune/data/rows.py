@@ -70,14 +70,7 @@ def load_split(source: Source, split: str, source_split: str = "") -> datasets.D
             named, folder = f"{source.key}.data_dir={source.folder}", str(Path(source.folder).expanduser())
             rows = load(source.dataset, named, source.instead, split=source_split, data_dir=folder)
         else:
-            folder = Path(source.dataset).expanduser()
-            if saved := [path for path in (folder, folder / source_split) if (path / "state.json").is_file()]:
-                rows = datasets.load_from_disk(saved[0])  # what ``save_to_disk`` wrote
-            elif (folder / "dataset_dict.json").is_file():
-                splits = ", ".join(sorted(path.parent.name for path in folder.glob("*/state.json")))
-                raise DataError(f"{source.named}: unknown split {source_split!r}. It has {splits}.")
-            else:
-                rows = load(str(folder), source.named, source.instead, name=source.config, split=source_split)
+            rows = _from_folder(source, source_split)
     except DataError as error:
         if split == "train" or "nknown split" not in str(error):
             raise
@@ -128,6 +121,16 @@ def _from_function(name: str, split: str) -> datasets.Dataset:
     module, _, attribute = name.partition(":")
     function = import_named("task.dataset", name, module, attribute)
     return datasets.Dataset.from_list(list(function(split)))
+
+
+def _from_folder(source: Source, source_split: str) -> datasets.Dataset:
+    folder = Path(str(source.dataset)).expanduser()
+    if saved := [path for path in (folder, folder / source_split) if (path / "state.json").is_file()]:
+        return datasets.load_from_disk(saved[0])  # what ``save_to_disk`` wrote
+    if (folder / "dataset_dict.json").is_file():
+        splits = ", ".join(sorted(path.parent.name for path in folder.glob("*/state.json")))
+        raise DataError(f"{source.named}: unknown split {source_split!r}. It has {splits}.")
+    return load(str(folder), source.named, source.instead, name=source.config, split=source_split)
 
 
 def _swallowing_row(rows: datasets.Dataset, separator: str) -> int | None:
