@@ -80,7 +80,7 @@ def prepare(words: list[str], page: str) -> list[str]:
         if key == "recipe":
             value = {"NAME": "yelp_demo"}.get(value, value)
             _write_recipe(value, page)
-        elif key.startswith("task.data_files."):
+        elif key.startswith("task.data_files.") and "://" not in value:
             Path(value).touch()
         elif key == "task.data_dir":
             Path(value).mkdir(exist_ok=True)
