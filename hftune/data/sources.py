@@ -278,6 +278,8 @@ def mixture_problems(task: Any) -> Iterator[str]:
     files = dict(task.data_files or {})
     if task.dataset is not None:
         yield f"task.dataset={task.dataset} and task.datasets both name training data. Set task.dataset=null."
+    if task.query is not None:
+        yield "task.query and task.datasets both name data. Make it an entry of task.datasets: {dataset: URL, query: ...}."
     if "train" in files:
         yield "task.data_files.train and task.datasets both name training data. Make the files an entry of task.datasets."
     if task.evaluates and "eval" not in files and held_out_key(task) is None:

@@ -207,6 +207,10 @@ def test_queries_of_a_recipe_need_trust(database, tmp_path):
     with pytest.raises(ConfigError, match=r"task\.query\.train \(.*own\.yaml\) is run by a database, and may change it\. Add"):
         Recipe.load(path, trust_code=False)
     assert Recipe.load(path).needs_trust()
+    entry = f"{{dataset: '{database}', query: '{QUERY}'}}"
+    path.write_text(f"base: text_classification\ntask: {{datasets: [{entry}], eval_share: 0.1}}\n")
+    with pytest.raises(ConfigError, match=r"task\.datasets \(.*own\.yaml\) is run by a database, and may change it\."):
+        Recipe.load(path, trust_code=False)
     assert not Recipe.load("text_classification", "task.data_files.train=a.csv").needs_trust()
 
 
@@ -246,6 +250,11 @@ def test_what_are_no_rows_is_refused(rows, problem):
     with pytest.raises(DataError) as caught:
         rows_file(rows)
     assert str(caught.value) == problem
+
+
+def test_query_beside_several_data_sets_is_refused(database):
+    (said,) = problems(datasets_=[{"dataset": database, "query": QUERY}], query={"eval": QUERY}, eval_share=0.1)
+    assert said.startswith("task.query and task.datasets both name data. Make it an entry of task.datasets")
 
 
 def test_sheet_of_files_that_are_not_excel_files_is_refused():
