@@ -113,11 +113,9 @@ def test_the_ledger_proves_how_often_each_row_was_used(tmp_path, capsys):
 
 
 def test_a_plan_that_uses_rows_unequally_is_found(tmp_path, monkeypatch):
-    def lopsided(self, epoch):
-        return np.zeros(self.samples_per_epoch, np.int32)
-
-    monkeypatch.setattr(BatchPlan, "_samples", lopsided)
-    problems = written(tmp_path, plan([(20, 0.5), (8, 2)]), 1).problems
+    batches = plan([(20, 0.5), (8, 2)])
+    monkeypatch.setattr("hftune.batch_plan.order", lambda *args: np.zeros(batches.samples_per_epoch, np.int32))
+    problems = written(tmp_path, batches, 1).problems
     assert "The plan does not use the samples of data set 0 equally often up to epoch 0." in problems
     assert "The plan of epoch 0 uses 0 samples of data set 1, not as weight 2 says." in problems
 
