@@ -194,7 +194,9 @@ class Bucket:
         while not self._taken_over:
             is_last, now = self._ends.is_set(), time.monotonic()
             try:
-                changed = layout(self.folder)
+                changed = None
+                with suppress(FileNotFoundError):  # it is just being replaced
+                    changed = layout(self.folder)
                 if is_last or changed != seen or now > uploaded_at + LOGS_S:
                     self.upload()
                     seen, uploaded_at = changed, now
@@ -229,31 +231,36 @@ class Bucket:
             Exception: the network is down, or whatever a library raises.
         """
         self._check_writer()
-        outgoing = self.folder / OUTGOING
+        self._move_staged()  # a kill, or the network, came between
+        outgoing, before = self.folder / OUTGOING, self.index.files
         try:
             files = self._pin(outgoing)
             run, (starts, step) = read_id(self.folder), progress_of(outgoing)
-            before = (self.place.leftovers() if self._is_first else {}) | self.index.files
             if run == self.index.run:
                 files |= self._kept(files, step)
-            same = {name for name, entry in files.items() if before.get(name, {}).get("sha256") == entry["sha256"]}
-            staged = {name for name in files if unit_of(name) in MODELS and name in before and name not in same}
-            changed = [name for name in files if name not in same]
+            changed = [name for name, entry in files.items() if before.get(name) != entry]
+            staged = {name: f"{STAGED}/{name}" for name in changed if unit_of(name) in MODELS and name in before}
             for name in sorted(changed, key=lambda name: (name.startswith(CHECKPOINTS), name.endswith("manifest.json"), name)):
-                self.place.put(outgoing / name, f"{STAGED}/{name}" if name in staged else name, files[name]["sha256"])
+                self.place.put(outgoing / name, staged.get(name, name), files[name]["sha256"])
         finally:
             remove(outgoing)
-        staged |= {name for name in same if "at" in before[name]}  # a kill came between
-        now = replace(self.index, run=run, starts=starts, step=step, files=files)
-        if staged:
-            at = {name: {**entry, "at": f"{STAGED}/{name}"} if name in staged else entry for name, entry in files.items()}
-            self._commit(replace(now, files=at))
-            for name in staged:
-                self.place.copy(f"{STAGED}/{name}", name, files[name]["sha256"])
-        self._commit(now)
-        for name in [*(before.keys() - files.keys()), *(f"{STAGED}/{name}" for name in staged)]:
+        at = {name: {**files[name], "at": other} for name, other in staged.items()}
+        self._commit(replace(self.index, run=run, starts=starts, step=step, files=files | at))
+        self._move_staged()
+        leftovers = self.place.leftovers() if self._is_first else []
+        for name in {*before, *leftovers} - {*files}:
             self.place.remove(name)
         self._is_first = False
+
+    def _move_staged(self) -> None:
+        """Put models that were uploaded beside the ones before into their place."""
+        staged = {name: entry["at"] for name, entry in self.index.files.items() if "at" in entry}
+        for name, other in staged.items():
+            self.place.copy(other, name, self.index.files[name]["sha256"])
+        entries = {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in self.index.files.items()}
+        self._commit(replace(self.index, files=entries))
+        for other in staged.values():
+            self.place.remove(other)
 
     def _pin(self, outgoing: Path) -> dict[str, Entry]:
         """Link what is to be uploaded as it is at one moment, but what grows is copied; return what the index says of it."""
@@ -332,7 +339,7 @@ class Bucket:
             return
         why = self.failure or "the last upload did not come to an end"
         then = "" if self._taken_over else " The same command on this machine uploads the rest."
-        text = f"{self.folder} has everything, but {self.address} has not: {why} (waited {waited}).{then}"
+        text = f"{self.folder} has what was saved, but {self.address} has not: {why} (waited {waited}).{then}"
         if kind is None:
             raise TrainingError(text)
         print(f"warning: {text}", flush=True)

@@ -134,10 +134,10 @@ class Place:
             self._sent[other] = sha256
             self.moved()
 
-    def leftovers(self) -> dict[str, Entry]:
-        """Return what may be there without being listed, as a kill came before; by name, and without contents."""
+    def leftovers(self) -> list[str]:
+        """List the objects among which may be some that nothing lists, as a kill came before."""
         names = [name for folder in (CHECKPOINTS, STAGED) for name in self.fs.find(f"{self._root}/{folder}")]
-        return {name.partition(f"{self._root}/")[2]: {} for name in names}
+        return [name.partition(f"{self._root}/")[2] for name in names]
 
     def remove(self, name: str) -> None:
         """Remove an object."""

@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
 """What to install for a protocol."""
-LOCAL = ("file", "local")
+OPTIONS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("file", "local"), {"auto_mkdir": True}),
+    # Each part is 50 MB. By default there are ten at a time, and an upload takes a gigabyte of memory (s3fs 2026.9, measured).
+    **dict.fromkeys(("s3", "s3a"), {"max_concurrency": 2}),
+}
+"""What a file system is given."""
 FOR_GOOD = (FileNotFoundError, PermissionError, ImportError, ValueError, TypeError)
 """Errors that no second attempt mends; the network is none of them."""
 WITHOUT_KEYS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError")
@@ -72,8 +77,7 @@ def file_system(address: str) -> tuple[AbstractFileSystem, str]:
     """
     from fsspec.core import url_to_fs
 
-    own: dict[str, Any] = {"auto_mkdir": True} if address.partition(":")[0] in LOCAL else {}
-    fs, path = url_to_fs(address, use_listings_cache=False, **own)
+    fs, path = url_to_fs(address, use_listings_cache=False, **OPTIONS.get(address.partition(":")[0], {}))
     return fs, str(path).rstrip("/")
 
 

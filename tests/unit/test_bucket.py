@@ -279,7 +279,8 @@ def test_an_end_without_the_network_waits_no_longer_than_said_and_is_no_success(
     here.train(20)
     here.bucket.begin(here.config)
     with pytest.raises(
-        TrainingError, match=r"has everything, but .* has not: ConnectionError: no route \(waited 0\.\d s\)\. The same command"
+        TrainingError,
+        match=r"has what was saved, but .* has not: ConnectionError: no route \(waited 0\.\d s\)\. The same command",
     ):
         here.bucket.finish(None)
     here.bucket.finish(ValueError)  # which says more than this
@@ -413,3 +414,7 @@ def test_a_run_whose_folder_is_gone_is_resumed_or_found_finished(address, capsys
     assert go().steps == 7 and f"{address} is finished: 7 steps" in capsys.readouterr().out
     again = train(Recipe.load(f"{address}/recipe.yaml", f"output_dir={tmp_path / 'again'}", "train.max_steps=1"))
     assert again.steps == 1 and again.output_dir == tmp_path / "again"
+    step = objects.Index(**listed(address)).checkpoints[0]
+    words = (f"resume={address}/checkpoints/step_{step:08d}", f"output_dir={tmp_path / 'branch'}", "train.lr=1e-5")
+    branch = train(Recipe.load("yelp_demo", *WORDS, *words))
+    assert branch.steps == 7 and audit(branch.output_dir).starts[-1]["after_step"] == step
