@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
 """What to install for a protocol."""
+AT_ONCE: dict[str, Any] = {"max_concurrency": 2}
+"""Parts of 50 MB. By default there are ten at a time, and an upload takes a gigabyte of memory (s3fs 2026.9, measured)."""
 OPTIONS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("file", "local"), {"auto_mkdir": True}),
-    # Each part is 50 MB. By default there are ten at a time, and an upload takes a gigabyte of memory (s3fs 2026.9, measured).
-    **dict.fromkeys(("s3", "s3a"), {"max_concurrency": 2}),
+    "file": {"auto_mkdir": True},
+    "local": {"auto_mkdir": True},
+    "s3": AT_ONCE,
+    "s3a": AT_ONCE,
 }
 """What a file system is given."""
 FOR_GOOD = (FileNotFoundError, PermissionError, ImportError, ValueError, TypeError)
