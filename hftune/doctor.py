@@ -27,6 +27,7 @@ from packaging.requirements import Requirement
 
 from hftune import __version__
 from hftune.build import load_datasets
+from hftune.checkpoints.objects import check_bucket
 from hftune.config import Recipe
 from hftune.distributed.consistency import check_same, data_digests, fingerprint
 from hftune.distributed.network import outward_interfaces, own_addresses, resolve
@@ -313,6 +314,7 @@ def _load(recipe: Recipe, info: ProcessInfo) -> Mapping[str, Any]:
     """Load the data; on the main process, refuse an output folder or trackers that cannot be used."""
     if info.is_main:
         check_writable(recipe.folder)
+        check_bucket(str(recipe.output_dir))
         check_trackers(recipe)
     return load_datasets(recipe)
 

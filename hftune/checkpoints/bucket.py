@@ -86,7 +86,8 @@ class Bucket:
         self._word = secrets.token_hex(8)
         self._before = ""
         """Who wrote there before."""
-        self._taken_over, self._is_first = False, True
+        self._taken_over = False
+        self._leftovers: list[str] = []
         self._known: dict[str, tuple[Any, Entry]] = {}
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
@@ -111,10 +112,11 @@ class Bucket:
         return self._fetch(found)
 
     def _take(self) -> None:
-        """Let this process be the one that writes, which shows at once that it can."""
+        """Let this process be the one that writes, after a look whether it may list, write and remove objects."""
         found, who = self.place.read() or Index(), f"process {os.getpid()} on {socket.gethostname()}"
         if found.writer != self._word:
             self._before = found.who
+        self._leftovers = self.place.probe()
         self.place.write(index := replace(found, writer=self._word, who=who))
         self.index = index
 
@@ -247,10 +249,9 @@ class Bucket:
         at = {name: {**files[name], "at": other} for name, other in staged.items()}
         self._commit(replace(self.index, run=run, starts=starts, step=step, files=files | at))
         self._move_staged()
-        leftovers = self.place.leftovers() if self._is_first else []
-        for name in {*before, *leftovers} - {*files}:
+        for name in {*before, *self._leftovers} - {*files}:
             self.place.remove(name)
-        self._is_first = False
+        self._leftovers = []
 
     def _move_staged(self) -> None:
         """Put models that were uploaded beside the ones before into their place."""

@@ -24,11 +24,12 @@ from hftune.atomic import remove, sha256_of, write_text
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, path_of, verify
 from hftune.checkpoints.copying import CHECKPOINTS, MODELS, inside, unit_of
 from hftune.checkpoints.export import ABOUT
-from hftune.config.addresses import address_problem, file_system, is_for_good, local_name, what_is_wrong
+from hftune.config.addresses import address_problem, file_system, is_address, is_for_good, local_name, what_is_wrong
 from hftune.data.cache import cache_dir
 from hftune.errors import ConfigError, first_line
 
 INDEX = "bucket.json"
+PROBE = ".probe"
 STAGED = ".new"
 """Folder in the bucket of a model that is to take the place of another one."""
 START_S = 60.0
@@ -134,8 +135,10 @@ class Place:
             self._sent[other] = sha256
             self.moved()
 
-    def leftovers(self) -> list[str]:
-        """List the objects among which may be some that nothing lists, as a kill came before."""
+    def probe(self) -> list[str]:
+        """Write an object, remove it, and list those among which may be some that nothing lists, as a kill came before."""
+        self.fs.pipe_file(f"{self._root}/{PROBE}", b"a new object\n")
+        self.remove(PROBE)
         names = [name for folder in (CHECKPOINTS, STAGED) for name in self.fs.find(f"{self._root}/{folder}")]
         return [name.partition(f"{self._root}/")[2] for name in names]
 
@@ -152,6 +155,14 @@ def opened(address: str, key: str) -> Place:
         return Place(address)
     except Exception as error:  # whatever a library raises
         raise what_is_wrong(key, address, error) from error
+
+
+def check_bucket(output_dir: str) -> None:
+    """Raise ConfigError if ``output_dir`` is an address at which objects cannot be read, written and removed."""
+    if is_address(output_dir):
+        place = opened(output_dir, "output_dir")
+        patiently(place.read, place, "output_dir")
+        patiently(place.probe, place, "output_dir")
 
 
 def patiently(action: Callable[[], T], place: Place, key: str) -> T:

@@ -5,6 +5,7 @@ Credentials and endpoints are never part of an address or a recipe: the librarie
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """What a file system is given."""
 FOR_GOOD = (FileNotFoundError, PermissionError, ImportError, ValueError, TypeError)
 """Errors that no second attempt mends; the network is none of them."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What the disk of this machine says."""
 WITHOUT_KEYS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError")
 """The same, by their names, as their package may not be there."""
 
@@ -108,7 +111,8 @@ def downloaded(source: str | Path, key: str) -> Iterator[str | Path]:
 
 def is_for_good(error: BaseException) -> bool:
     """Whether a further attempt would end in the same error: a wrong name, a wrong key, no permission."""
-    return isinstance(error, FOR_GOOD) or type(error).__name__ in WITHOUT_KEYS
+    is_full = isinstance(error, OSError) and error.errno in FULL
+    return is_full or isinstance(error, FOR_GOOD) or type(error).__name__ in WITHOUT_KEYS
 
 
 def what_is_wrong(key: str, address: str, error: BaseException) -> ConfigError:
@@ -121,6 +125,8 @@ def what_is_wrong(key: str, address: str, error: BaseException) -> ConfigError:
         package = PACKAGES.get(protocol)
         hint = f"needs a package that is not installed: pip install {package}." if package else f"cannot be used: {error}."
         return ConfigError(f"{key}={address} {hint}")
+    if isinstance(error, OSError) and error.errno in FULL:
+        return ConfigError(f"{key}={address} cannot be brought to this machine: {error.strerror}. Make room for it.")
     if isinstance(error, FileNotFoundError):
         return ConfigError(f"{key}={address}: there is no {place}. Create it, or correct the name.")
     if isinstance(error, PermissionError):

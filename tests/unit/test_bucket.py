@@ -16,7 +16,7 @@ from hftune.checkpoints import objects
 from hftune.checkpoints.bucket import Bucket
 from hftune.checkpoints.checkpointer import steps, verify
 from hftune.checkpoints.copying import read_id, write_id
-from hftune.checkpoints.objects import fetched
+from hftune.checkpoints.objects import check_bucket, fetched
 from hftune.config.addresses import local_folder, what_is_wrong
 from hftune.config.sections import CheckpointConfig
 from hftune.replay.audit import audit
@@ -316,11 +316,33 @@ def test_a_library_that_waits_for_ever_is_not_waited_for(here, monkeypatch):
     assert time.monotonic() < began + 10
 
 
+def test_what_is_forbidden_is_found_before_training_and_by_the_doctor(address, monkeypatch):
+    check_bucket("outputs/a_folder")
+    check_bucket(address)
+    assert not objects_of(address)
+
+    def forbidden(*_, **__):
+        raise PermissionError("Forbidden")
+
+    for name in ("pipe_file", "rm_file", "find"):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(MEMORY), name, forbidden)
+            with pytest.raises(ConfigError, match=r"access is denied"):
+                Bucket(address, Path("folder"), lambda: True).claim("auto")
+    monkeypatch.setattr(type(MEMORY), "pipe_file", forbidden)
+    with pytest.raises(ConfigError, match=rf"output_dir={address}: access is denied \(Forbidden\)\. Check the keys"):
+        check_bucket(address)
+
+
 @pytest.mark.parametrize(
     "error, said",
     [
         (ModuleNotFoundError("Install s3fs"), "needs a package that is not installed: pip install s3fs."),
         (FileNotFoundError("x"), "there is no s3://mine. Create it, or correct the name."),
+        (
+            OSError(28, "No space left on device"),
+            "cannot be brought to this machine: No space left on device. Make room for it.",
+        ),
         (PermissionError("Forbidden"), "access is denied (Forbidden). Check the keys in the environment"),
         (type("NoCredentialsError", (Exception,), {})("Unable to locate credentials"), "Put keys into the environment."),
     ],
