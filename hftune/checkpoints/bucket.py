@@ -2,8 +2,8 @@
 
 Only the main process writes there. What bucket.json lists is whole, see objects.py:
 
-- a checkpoint has a name of its own, and its objects never change;
-- a model is uploaded beside the one before, ``bucket.json`` says so, and only then the objects are copied to their names;
+- a checkpoint or model that replaces one of its name is uploaded beside it, ``bucket.json`` says so, and only then the objects
+  are copied to their names;
 - logs grow, and a resume cuts them; so they are there before the checkpoint that they belong to, and are not compared.
 
 Losing the network costs time: what cannot be uploaded is tried again, until the end of the run and PATIENCE_S beyond.
@@ -241,7 +241,7 @@ class Bucket:
             if run == self.index.run:
                 files |= self._kept(files, step)
             changed = [name for name, entry in files.items() if before.get(name) != entry]
-            staged = {name: f"{STAGED}/{name}" for name in changed if unit_of(name) in MODELS and name in before}
+            staged = {name: f"{STAGED}/{name}" for name in changed if unit_of(name) != name and name in before}
             for name in sorted(changed, key=lambda name: (name.startswith(CHECKPOINTS), name.endswith("manifest.json"), name)):
                 self.place.put(outgoing / name, staged.get(name, name), files[name]["sha256"])
         finally:
@@ -254,7 +254,7 @@ class Bucket:
         self._leftovers = []
 
     def _move_staged(self) -> None:
-        """Put models that were uploaded beside the ones before into their place."""
+        """Put what was uploaded beside the one before into its place."""
         staged = {name: entry["at"] for name, entry in self.index.files.items() if "at" in entry}
         for name, other in staged.items():
             self.place.copy(other, name, self.index.files[name]["sha256"])

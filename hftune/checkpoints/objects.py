@@ -31,7 +31,7 @@ from hftune.errors import ConfigError, first_line
 INDEX = "bucket.json"
 PROBE = ".probe"
 STAGED = ".new"
-"""Folder in the bucket of a model that is to take the place of another one."""
+"""Folder in the bucket of what is to take the place of a checkpoint or a model."""
 START_S = 60.0
 """In which a bucket has to answer, or to send something, before training and in commands."""
 RETRY_S = 2.0

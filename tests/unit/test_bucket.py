@@ -14,7 +14,7 @@ from hftune import ConfigError, Recipe, TrainingError, train
 from hftune.checkpoints import bucket as module
 from hftune.checkpoints import objects
 from hftune.checkpoints.bucket import Bucket
-from hftune.checkpoints.checkpointer import steps, verify
+from hftune.checkpoints.checkpointer import open_checkpoint, steps, verify
 from hftune.checkpoints.copying import read_id, write_id
 from hftune.checkpoints.objects import check_bucket, fetched
 from hftune.config.addresses import local_folder, what_is_wrong
@@ -144,11 +144,12 @@ def test_the_bucket_keeps_what_the_folder_keeps_also_if_a_fresh_machine_has_fetc
     assert objects.Index(**listed(address)).checkpoints == [30, 40]
 
 
-def test_a_kill_in_the_midst_of_an_upload_leaves_what_was_there_and_no_rubbish(here, make, address, monkeypatch):
+@pytest.mark.parametrize("step, value", [(20, 0.0), (10, 1.0)], ids=["the next", "the same step again"])
+def test_a_kill_in_the_midst_of_an_upload_leaves_what_was_there_and_no_rubbish(here, make, address, monkeypatch, step, value):
     seen = set()
-    here.train(20)
+    here.train(step, value)
     originals = {name: getattr(objects.Place, name) for name in ("put", "write", "copy", "remove")}
-    for number in range(2, 60):  # the first one claims the address
+    for number in range(3, 60):  # the first two claim the address
         calls = count(1)
 
         def cut(name, calls=calls, number=number):
@@ -171,15 +172,14 @@ def test_a_kill_in_the_midst_of_an_upload_leaves_what_was_there_and_no_rubbish(h
                 pass
         fresh = make(f"fresh{number}")
         assert fresh.claim() == []
-        (step,) = steps(fresh.folder / "checkpoints")
-        assert verify(fresh.folder / f"checkpoints/step_{step:08d}")["step"] == step
-        assert (fresh.folder / "model/config.json").read_text() in ("{} 10 0.0", "{} 20 0.0")[step == 20 :]
-        seen.add((step, (fresh.folder / "model/config.json").read_text()))
-    assert len(seen) == 2 and 10 < number < 59
+        (found,) = steps(fresh.folder / "checkpoints")
+        weight = open_checkpoint(fresh.folder / f"checkpoints/step_{found:08d}").tensors["model"]["weight"]
+        seen.add((found, weight[0].item(), (fresh.folder / "model/config.json").read_text()))
+    assert seen == {(10, 10.0, "{} 10 0.0"), (step, step + value, f"{{}} {step} {value}")} and 8 < number < 59
     last = make("last")
     last.claim()
     last.bucket.upload()
-    assert objects_of(address) == {*listed(address)["files"], "bucket.json"} and listed(address)["step"] == 20
+    assert objects_of(address) == {*listed(address)["files"], "bucket.json"} and listed(address)["step"] == step
 
 
 def test_a_damaged_or_missing_object_costs_one_checkpoint_and_is_said(make, address):
