@@ -16,11 +16,11 @@ from hftune.config.shipped_files import recipe_names
 from hftune.data.hub import commit_of, name_problems
 from hftune.errors import ConfigError, DataError
 
-FILE_FORMATS = ("json", "csv", "parquet", "arrow", "text")
+FILE_FORMATS = ("json", "csv", "parquet", "arrow", "text", "webdataset")
 """Formats of ``task.data_files``, named as the builders of datasets."""
 FORMAT_OF = {
     **{".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv"},
-    **{".parquet": "parquet", ".arrow": "arrow", ".txt": "text", ".xlsx": "excel", ".xls": "excel"},
+    **{".parquet": "parquet", ".arrow": "arrow", ".txt": "text", ".xlsx": "excel", ".xls": "excel", ".tar": "webdataset"},
 }
 """File format by suffix; tsv is csv with tabs."""
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")

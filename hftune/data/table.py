@@ -56,7 +56,12 @@ def read_table(name: str, config: str | None = None) -> Table:
     Raises:
         DataError: it does not exist, cannot be read or has no rows.
     """
-    path = Path(name).expanduser()
+    if "://" in name:
+        from hftune.data.addresses import File, downloaded
+
+        path = Path(downloaded(File.found(name, {})))
+    else:
+        path = Path(name).expanduser()
     if path.is_dir():
         import datasets
 

@@ -1,7 +1,9 @@
 """Text data from every source that a recipe can name; tokenised once, checked, padded."""
 
 import gzip
+import io
 import os
+import tarfile
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+from PIL import Image
 
 from hftune import DataError
 from hftune.data import tokenized
@@ -17,7 +20,7 @@ from hftune.data.sources import Source
 from hftune.data.splits import Split, subsample_indices
 from hftune.data.tokenized import Ragged, tokenizer_key
 from hftune.data.word_tokenizer import word_tokenizer
-from hftune.tasks import SequenceClassification
+from hftune.tasks import ImageClassification, SequenceClassification
 from hftune.tasks.text import check_inputs
 from tests.support.servers import Web
 
@@ -243,3 +246,20 @@ def test_zip_files_and_files_elsewhere_are_read(tmp_path):
             assert load_split(Source(files={"train": str(path)}), "train")["text"][:] == ["007", "b"]
         with pytest.raises(DataError, match=r"none\.csv: there is no such file or bucket\."):
             load_split(Source(files={"train": f"{web.address}/none.csv"}), "train")
+
+
+def test_tar_files_of_webdataset_are_rows_of_images(tmp_path):
+    with tarfile.open(tmp_path / "images.tar", "w") as file:
+        for number in range(3):
+            image = io.BytesIO()
+            Image.new("L", (4, 4), number).save(image, "PNG")
+            for name, data in ((f"{number}.png", image.getvalue()), (f"{number}.cls", str(number % 2).encode())):
+                entry = tarfile.TarInfo(name)
+                entry.size = len(data)
+                file.addfile(entry, io.BytesIO(data))
+    source = Source(files={"train": str(tmp_path / "*.tar")})
+    assert not [*source.problems(needs_eval=False)]
+    rows = load_split(source, "train")
+    assert rows["cls"][:] == [0, 1, 0] and [image.getpixel((0, 0)) for image in rows["png"]] == [0, 1, 2]
+    task = ImageClassification(data_files=source.files, eval_share=0.4)
+    assert task.find_columns(rows) == {"image_column": "png", "label_column": "cls"}
