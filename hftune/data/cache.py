@@ -92,10 +92,10 @@ def one_at_a_time(key: Any, on_wait: Callable[[], None] = lambda: None) -> Itera
 @contextmanager
 def locked(path: Path, wait: bool = True) -> Iterator[None]:
     """Hold the lock of an entry, a file whose name ends in .lock. Without waiting, raise Timeout if it is held."""
-    lock = FileLock(path.with_suffix(".lock"))
+    lock = FileLock(path.with_suffix(".lock"), poll_interval=0.01)
     with explained():
         try:
-            lock.acquire(timeout=5 if wait else 0, poll_interval=0.01)
+            lock.acquire(timeout=5 if wait else 0)
         except Timeout:
             if not wait:
                 raise
