@@ -16,9 +16,11 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from transformers import PreTrainedTokenizerBase
 
 from hftune.data.as_needed import Sizes, TextsAsNeeded
 from hftune.data.cache import Stream, cached_arrays
+from hftune.data.pieces import pieces_of
 from hftune.errors import DataError
 
 if TYPE_CHECKING:
@@ -273,10 +275,16 @@ def truncated(tokenizer: Any, max_length: int, *texts: Sequence[Any], **settings
     return encoded, cut
 
 
-def to_ids(texts: Sequence[str], tokenizer: Any, max_length: int) -> tuple[list[list[int]], list[bool]]:
+def to_ids(texts: Sequence[str], tokenizer: Any, max_length: int) -> tuple[Sequence[Any], list[bool]]:
     """Return the token ids of each text, at most ``max_length``, and whether the text had more."""
-    encoded, cut = truncated(tokenizer, max_length, texts)
-    return encoded["input_ids"], cut
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or (pieces := pieces_of(tokenizer)) is None:
+        encoded, cut = truncated(tokenizer, max_length, texts)
+        return encoded["input_ids"], cut
+    found = pieces.ids(texts)
+    before, after = pieces.around(next((text for text, ids in zip(texts, found, strict=True) if ids), ""))
+    most, keeps_end = 4 * max_length - len(before) - len(after), tokenizer.truncation_side == "left"
+    kept = [ids if len(ids) <= most else ids[-most:] if keeps_end else ids[:most] for ids in found]
+    return [np.frombuffer(before + ids + after, np.int32) for ids in kept], [len(ids) > most for ids in found]
 
 
 def pair_ids(
