@@ -240,6 +240,13 @@ def slow_tokenizers_cut_words_in_a_method():
     assert callable(BasicTokenizer)
 
 
+def fast_tokenizers_leave_texts_to_their_backend():
+    from transformers import BertTokenizer, PreTrainedTokenizerFast
+
+    assert BertTokenizer._encode_plus is PreTrainedTokenizerFast._encode_plus
+    assert "self._tokenizer.encode_batch(" in inspect.getsource(PreTrainedTokenizerFast._encode_plus)
+
+
 def data_sets_have_fingerprint_and_indices():
     import datasets
 
@@ -338,6 +345,13 @@ def named_tuples_are_copied_with_changes():
 
 NO_ISSUE = "no public name yet, no upstream issue known"
 TABLE = [
+    Upstream(
+        "_encode_plus",
+        "data",
+        "words are tokenized once by the backend of a tokenizer whose class does nothing else to them",
+        NO_ISSUE,
+        fast_tokenizers_leave_texts_to_their_backend,
+    ),
     Upstream(
         "_actions",
         "commands cli",
