@@ -160,7 +160,11 @@ class TextsAsNeeded(Sequence):
             return []
         except sqlite3.Error as error:
             said = f"{self.path}, in the cache of prepared data, cannot be used: {error}."
-            raise ConfigError(f"{said} Remove it to have its samples made again. {ADVICE}") from error
+            if isinstance(error, sqlite3.OperationalError):
+                said += " SQLite needs locks, which some network disks lack: use a disk of this machine, or task.prepare=all."
+            else:
+                said += " Remove it to have its samples made again."
+            raise ConfigError(f"{said} {ADVICE}") from error
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, timeout=WAIT_S, isolation_level=None)

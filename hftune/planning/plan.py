@@ -17,7 +17,7 @@ from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hftune.batch_plan import BatchPlan, MicroBatch, balance
+from hftune.batch_plan import BatchPlan, MicroBatch, balance, known_lengths
 from hftune.build import (
     build_model,
     check_micro_batches,
@@ -89,7 +89,8 @@ def make_plan(recipe: Recipe, num_processes: int = 1, device: str | None = None)
     dp_size = num_processes // parallel.pipeline_stages
     datasets = load_datasets(recipe)
     model = build_on_meta(recipe, unsure)
-    batches, collate = planned_batches(recipe, plan_batches(recipe, datasets["train"]), model)
+    batches, looked_at = surveyed(plan_batches(recipe, datasets["train"]), unsure)
+    batches, collate = planned_batches(recipe, batches, model)
     auto, largest = auto_key(config), largest_micro_batch_size(batches, num_processes)
     if auto == "train.micro_batch_size" and not batches.packed:
         batches = replace(batches, micro_batch_size=largest)
@@ -139,9 +140,30 @@ def make_plan(recipe: Recipe, num_processes: int = 1, device: str | None = None)
     if model is not None:
         seen = augmented(datasets["train"], recipe.task, recipe.seed, 0)
         for candidate in found.heaviest:
-            candidate.batches = [collate([seen[sample] for sample in part.samples.tolist()]) for part in candidate.parts]
+            candidate.batches = [
+                collate([seen[sample] for sample in looked_at[part.samples].tolist()]) for part in candidate.parts
+            ]
         add_model(plan, recipe, datasets, model, found.heaviest, on_device)
     return plan
+
+
+def surveyed(batches: BatchPlan, notices: list[str]) -> tuple[BatchPlan, np.ndarray]:
+    """Return the plan, and each sample's number.
+
+    Samples that are made as they are needed, of which a plan is not to make all, are taken to be like some of them, with a
+    notice: the numbers, (N,), are then of those.
+    """
+    if batches.lengths is None or isinstance(batches.lengths, np.ndarray):
+        return batches, np.arange(batches.num_samples)
+    samples, lengths = known_lengths(batches.lengths)
+    likes_N = np.arange(batches.num_samples) * len(samples) // batches.num_samples
+    sizes = None if batches.sizes is None else batches.sizes[samples][likes_N]
+    if len(samples) < batches.num_samples:
+        notices.append(
+            f"Tokens, micro-batches and memory are estimates from {len(samples):,} of the {batches.num_samples:,} training rows. "
+            "The others are tokenized when their step comes (task.prepare, task.bad_rows)."
+        )
+    return replace(batches, lengths=lengths[likes_N], sizes=sizes), samples[likes_N]
 
 
 def planned_batches(recipe: Recipe, batches: BatchPlan, model: nn.Module | None) -> tuple[BatchPlan, Collate]:
