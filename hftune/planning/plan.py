@@ -159,9 +159,10 @@ def surveyed(batches: BatchPlan, notices: list[str]) -> tuple[BatchPlan, np.ndar
     likes_N = np.arange(batches.num_samples) * len(samples) // batches.num_samples
     sizes = None if batches.sizes is None else batches.sizes[samples][likes_N]
     if len(samples) < batches.num_samples:
+        some = f"{len(samples):,} of the {batches.num_samples:,} training rows"
         notices.append(
-            f"Tokens, micro-batches and memory are estimates from {len(samples):,} of the {batches.num_samples:,} training rows. "
-            "The others are tokenized when their step comes (task.prepare, task.bad_rows)."
+            f"Tokens, micro-batches and memory are estimates from {some}. The "
+            "others are tokenized when their step comes (task.prepare, task.bad_rows)."
         )
     return replace(batches, lengths=lengths[likes_N], sizes=sizes), samples[likes_N]
 
