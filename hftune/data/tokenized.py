@@ -275,7 +275,7 @@ def truncated(tokenizer: Any, max_length: int, *texts: Sequence[Any], **settings
     return encoded, cut
 
 
-def to_ids(texts: Sequence[str], tokenizer: Any, max_length: int) -> tuple[Sequence[Any], list[bool]]:
+def to_ids(texts: Sequence[str], tokenizer: Any, max_length: int) -> tuple[list[Any], list[bool]]:
     """Return the token ids of each text, at most ``max_length``, and whether the text had more."""
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or (pieces := pieces_of(tokenizer)) is None:
         encoded, cut = truncated(tokenizer, max_length, texts)
