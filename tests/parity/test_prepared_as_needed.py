@@ -222,7 +222,14 @@ def test_large_splits_are_prepared_as_needed_by_themselves_and_the_largest_are_n
     assert content_digest(data) == content_digest(data)
 
 
-def test_store_that_cannot_be_used_is_said_in_a_sentence(tmp_path, monkeypatch):
+def test_store_without_locks_is_said_in_a_sentence(tmp_path, monkeypatch):
+    data = TextsAsNeeded("any", [0], 8, list, dict)
+    monkeypatch.setattr(data, "_connect", lambda: sqlite3.connect(tmp_path))  # which SQLite can use as little
+    with pytest.raises(ConfigError, match=r"which some network disks lack: use a disk of this machine, or task\.prepare=all"):
+        data[0]
+
+
+def test_store_that_cannot_be_used_is_said_in_a_sentence(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", reviews("train")[:20])
     words = (*OWN, f"task.data_files.train={path}", "task.prepare=as_needed", f"output_dir={tmp_path / 'run'}")
     data = Recipe.load("yelp_demo", *words).task.datasets()["train"]
@@ -230,6 +237,3 @@ def test_store_that_cannot_be_used_is_said_in_a_sentence(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"\.sqlite, in the cache of prepared data, cannot be used: .* Remove it"):
         data[0]
     data.path.unlink()
-    monkeypatch.setattr(data, "_connect", lambda: sqlite3.connect(tmp_path))  # as little a file with locks as on some disks
-    with pytest.raises(ConfigError, match=r"which some network disks lack: use a disk of this machine, or task\.prepare=all"):
-        data[0]
