@@ -67,6 +67,8 @@ class TextsAsNeeded(Sequence):
         self._looked: tuple[Any, int] = None, 0
         self._recent: dict[int, Any] = {}
         self._local = threading.local()
+        self.sizes: dict[tuple[str, ...], np.ndarray] = {}
+        """Of all samples, (N, K), by the names of the columns, once all have been asked for, as by an evaluation."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -191,16 +193,23 @@ class Sizes:
     """
 
     def __init__(self, texts: TextsAsNeeded, names: Sequence[str], less: Sequence[int] | int = 0):
-        self.texts, self.names, self.less = texts, names, np.array(less, np.int32)
+        self.texts, self.names, self.less = texts, tuple(names), np.array(less, np.int32)
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def __getitem__(self, samples: np.ndarray) -> np.ndarray:
+        known = self.texts.sizes.get(self.names)
+        sizes_NK = self._of(samples) if known is None else known[samples]
+        if known is None and len(samples) == len(self) == len(np.unique(samples)):
+            self.texts.sizes[self.names] = sizes_NK[np.argsort(samples)]
+        return np.where(sizes_NK < 0, sizes_NK, sizes_NK - self.less)
+
+    def _of(self, samples: np.ndarray) -> np.ndarray:
         sizes, none = [], [-1] * len(self.names)
         for start in range(0, len(samples), RECENT):  # of a whole split, too, the tokens never are in memory together
             found = self.texts.__getitems__(samples[start : start + RECENT].tolist())
-            sizes += [none if sample is None else [len(sample[name]) for name in self.names] - self.less for sample in found]
+            sizes += [none if sample is None else [len(sample[name]) for name in self.names] for sample in found]
         return np.array(sizes, np.int32)
 
     def max(self, axis: int = 0) -> np.ndarray:

@@ -14,6 +14,7 @@ from hftune.data import as_needed
 from hftune.data.as_needed import TextsAsNeeded
 from hftune.data.demo import entities, reviews
 from hftune.data.digest import content_digest, row_hashes
+from hftune.evaluation import plan_evaluation
 from hftune.planning import plan
 from hftune.planning.plan import make_plan
 from hftune.replay.audit import audit
@@ -170,6 +171,16 @@ def test_plan_tokenizes_some_rows_only_and_says_so(tmp_path, monkeypatch):
     assert few.data.tokens == pytest.approx(first.data.tokens, rel=0.2)
     (said,) = [notice for notice in few.notices if "estimates" in notice]
     assert said.startswith("Tokens, micro-batches and memory are estimates from 10 of the 81 training rows. ")
+
+
+def test_second_evaluation_reads_no_sample_to_know_its_length(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "rows.jsonl", reviews("train")[:40])
+    words = (*OWN, f"task.data_files={{train: {path}, eval: {path}}}", "task.eval_share=null", f"output_dir={tmp_path / 'run'}")
+    task = Recipe.load("yelp_demo", *words, "task.prepare=as_needed").task
+    data = task.datasets()["eval"]
+    first = plan_evaluation(task, data, 8)
+    monkeypatch.setattr(TextsAsNeeded, "__getitems__", None)
+    assert [part.samples.tolist() for part in plan_evaluation(task, data, 8)] == [part.samples.tolist() for part in first]
 
 
 def test_other_tasks_refuse_it_in_a_sentence(capsys):
