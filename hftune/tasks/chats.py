@@ -6,6 +6,7 @@ torch, transformers and datasets are imported inside the methods, so that mistyp
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from hftune.batch_plan import spread
 from hftune.config.keys import key
 from hftune.data.chats import ChatError, ChatFormat, fitted, messages_of, tools_of
 from hftune.data.columns import TEXTS, Role
@@ -35,6 +37,8 @@ MESSAGES = ("messages", "conversations", "conversation", "chat")
 """Usual names of a column of chats."""
 SCORES = ("exact_match", "rouge")
 """What ``task.scores`` may name."""
+LEARNED = 2**16
+"""Chats that the tokenizer of a new model is trained on, at most: more make hardly another vocabulary."""
 MAX_NEW_TOKENS = 256
 """Tokens of an answer that an evaluation scores, if neither the recipe nor the model says how many."""
 MAX_REPLY_TOKENS = 1024
@@ -90,6 +94,7 @@ class Chats(TokenTask):
     fold_rows = None  # a chat may be several samples
     samples_are = "samples"
     scored_head = True
+    prepares_as_needed = True
     settled_fields = ("date",)
     libraries = (*TokenTask.libraries, "hftune.data.chats", "hftune.data.tokenized", "hftune.models.generation")
 
@@ -117,6 +122,9 @@ class Chats(TokenTask):
                 datetime.date.fromisoformat(self.date)
             except ValueError:
                 yield f"task.date={self.date} is not a date, such as 2026-11-23."
+        if self.too_long == "drop" and (self.prepare == "as_needed" or self.bad_rows == "skip"):
+            key = "prepare=as_needed" if self.prepare == "as_needed" else "bad_rows=skip"
+            yield f"task.too_long=drop looks at all chats at the start, unlike task.{key}. Use refuse and task.bad_rows=skip."
         if self.generation is not None and self.train_on == "all":
             yield "task.generation compares answers, which task.train_on=all does not know. Set that to assistant or last."
 
@@ -165,9 +173,10 @@ class Chats(TokenTask):
         return chat_tokenizer(cached(lambda: train_bytes(self.training_texts(), self.vocab_size, special)))
 
     def training_texts(self) -> Iterator[str]:
-        for index, row in enumerate(self.rows["train"]):
+        rows = self.rows["train"]
+        for index in spread(len(rows), LEARNED).tolist():
             try:
-                messages, _ = chat_of(row, self.read_columns)
+                messages, _ = chat_of(rows[index], self.read_columns)
             except ChatError as error:
                 raise DataError(self._about_row("train", index, str(error))) from error
             for message in messages:
@@ -192,7 +201,7 @@ class Chats(TokenTask):
         import numpy as np
 
         found = {split: self.tokenized(split) for split in self.rows}
-        for split, samples in found.items():
+        for split, samples in self._known(found).items():
             lengths = self.lengths(samples)
             if count := int((lengths > self.max_length).sum()):  # where such chats are dropped or cut, none is left
                 worst = int(lengths.argmax())
@@ -204,12 +213,49 @@ class Chats(TokenTask):
                 )
         return found
 
-    def tokenized(self, split: str) -> Texts:
+    def _known(self, datasets: Mapping[str, Any]) -> dict[str, Texts]:
+        """Return the splits whose samples are made before training."""
+        return {split: samples for split, samples in datasets.items() if split not in self.later}
+
+    @property
+    def _least_later(self) -> float:
+        return math.inf if self.prepare == "auto" else super()._least_later  # a late chat may be several samples
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {"train_on": self.train_on, "max_length": self.max_length, "too_long": self.too_long}
+
+    def encoded_by(self) -> Any:
+        return [self.chat_format.key, self._settings]
+
+    def encoder(self, split: str) -> Callable[[dict[str, list]], dict[str, list]]:
+        """Return what makes one sample of each row of a split, or raises DataError."""
+
+        def one_each(rows: dict[str, list]) -> dict[str, list]:
+            indices = [*range(len(rows[next(iter(rows))]))]
+            try:
+                found = encode(rows, indices, self.chat_format, self.read_columns, **self._settings)
+            except BadChat as error:
+                raise DataError(self._about_row(split, *error.args)) from error
+            for index in indices:
+                lengths = [len(ids) for ids, row in zip(found["input_ids"], found["row"], strict=True) if row == index]
+                if len(lengths) > 1:
+                    reason = f"It is {len(lengths)} samples, as its template writes it. Set task.prepare=all."
+                    raise DataError(self._about_row(split, index, reason))
+                if not lengths or lengths[0] > self.max_length:
+                    reason = f"It is longer than task.max_length={self.max_length}. Raise that, or set task.bad_rows=skip."
+                    raise DataError(self._about_row(split, index, reason))
+            return found
+
+        return one_each
+
+    def tokenized(self, split: str) -> Any:
         from hftune.data.cache import idle_cores, mapped
         from hftune.data.tokenized import cached_texts, flat_arrays, tokenizer_key
 
-        rows, tokenizer = self.rows[split], self.text_tokenizer
-        settings = {"train_on": self.train_on, "max_length": self.max_length, "too_long": self.too_long}
+        if split in self.later:
+            return super().tokenized(split)
+        rows, tokenizer, settings = self.rows[split], self.text_tokenizer, self._settings
 
         def make() -> dict[str, Any]:
             given = {"chats": self.chat_format, "columns": self.read_columns, **settings}
@@ -230,6 +276,8 @@ class Chats(TokenTask):
     def samples_of_each(self, dataset: Any) -> list[int]:
         import numpy as np
 
+        if "train" in self.later:
+            return super().samples_of_each(dataset)
         ends = np.cumsum(self.mixed.sizes(self.rows["train"]))
         counts = np.diff(np.searchsorted(dataset.column("row"), ends), prepend=0).tolist()
         if 0 in counts:
@@ -245,9 +293,9 @@ class Chats(TokenTask):
 
         from hftune.data import notices
 
-        messages = super().notices(datasets, model)
-        messages += notices.shared({split: samples.column("input_ids") for split, samples in datasets.items()}, "chats")
-        for split, samples in datasets.items():
+        messages, known = super().notices(datasets, model), self._known(datasets)
+        messages += notices.shared({split: samples.column("input_ids") for split, samples in known.items()}, "chats")
+        for split, samples in known.items():
             total, used = len(self.rows[split]), len(np.unique(np.asarray(samples.column("row"))))
             if used < total:
                 messages.append(
@@ -378,8 +426,6 @@ class Chats(TokenTask):
         return [{**row, "error": round(row["loss"] / row["tokens"], 6)} for row in rows]
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        import math
-
         found: dict[str, Any] = {
             "perplexity": perplexity(math.fsum(row["loss"] for row in rows), sum(row["tokens"] for row in rows))
         }

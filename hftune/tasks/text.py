@@ -74,8 +74,9 @@ class TextTask(DatasetTask):
     that an epoch uses a row}. {}: by their shares or weights. See docs/own-data.md."""
     prepare: Literal["auto", "all", "as_needed"] = key("auto", changes="nothing", resume="fixed")
     """When rows are checked and tokenized. all: before training. as_needed: when their step comes, and then kept, so that the
-    first step does not wait for the last row; the same samples, steps and losses. Language models and chats, whose
-    samples are made of several rows or of parts of one, take all. auto: as_needed for splits of more than 128 MiB."""
+    first step does not wait for the last row; the same samples, steps and losses. Language models, whose samples are made of
+    several rows, take all. auto: as_needed for splits of more than 128 MiB, but all for chats, of which as_needed needs each to
+    be one sample."""
     bad_rows: Literal["stop", "skip"] = key("stop", changes="data")
     """What happens to training rows that cannot be trained on, such as an empty text or an unknown label. stop: the first ends
     the training. skip: each is left out of its step, in every epoch and on any number of processes; ledger.jsonl names it, and
@@ -348,7 +349,7 @@ class TextTask(DatasetTask):
             check_texts(rows, column, split, self.texts_may_be_empty, part.row_of(split))
         targets = part.targets(split)
         columns = {**part.encoder(split)(rows[:]), **targets}
-        columns |= {"index": indices} if "index" in columns else {}
+        columns |= {name: indices for name in ("index", "row") if name in columns}
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
     def lengths(self, dataset: Any) -> np.ndarray | None:

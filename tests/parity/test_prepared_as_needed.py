@@ -12,7 +12,7 @@ from hftune import ConfigError, DataError, Recipe, batch_plan, cli
 from hftune.batch_plan import spread
 from hftune.data import as_needed
 from hftune.data.as_needed import TextsAsNeeded
-from hftune.data.demo import entities, reviews
+from hftune.data.demo import chats, entities, reviews
 from hftune.data.digest import content_digest, row_hashes
 from hftune.evaluation import plan_evaluation
 from hftune.planning import plan
@@ -34,7 +34,7 @@ OWN = (
 )
 
 
-OTHERS = ("token_classification_demo", "seq2seq_demo", "bigbird_demo", "embeddings_demo")
+OTHERS = ("token_classification_demo", "seq2seq_demo", "bigbird_demo", "embeddings_demo", "chats_demo")
 
 
 STOPS = {"stopped": (5, 0), "skipping, stopped": (4, 0)}
@@ -207,6 +207,26 @@ def test_bad_rows_of_other_tasks_are_named_and_skipped(tmp_path, capsys):
     assert capsys.readouterr().out.count("note: A row is left out (task.bad_rows=skip): ") == 2
     with pytest.raises(DataError, match="Row 20 of the train split has the label 'B-XXX'"):
         lengths["stop"][np.array([3, 20])]
+
+
+def test_chats_that_are_no_single_samples_are_refused_by_their_rows_or_skipped(tmp_path, capsys):
+    rows = [*chats("train")][:12]
+    rows[3] = {"messages": [{**message, "content": message["content"] * 9} for message in rows[3]["messages"]]}
+    rows[7] = {"messages": [{**message, "content": "<|im_end|>"} for message in rows[7]["messages"]]}
+    few = write_jsonl(tmp_path / "eval.jsonl", rows[:3])
+    words = (f"task.data_files={{train: {write_jsonl(tmp_path / 'rows.jsonl', rows)}, eval: {few}}}", "task.dataset=null")
+    words = (*words, f"output_dir={tmp_path / 'run'}")
+    task = Recipe.load("chats_demo", *words, "task.prepare=as_needed").task
+    data = task.datasets()["train"]
+    with pytest.raises(DataError, match=r"train split cannot be trained on, at row 3: It is longer than task\.max_length=96\."):
+        data[3]
+    with pytest.raises(DataError, match=r"train split cannot be trained on, at row 7: .*special token"):
+        data[7]
+    skipping = Recipe.load("chats_demo", *words, "task.bad_rows=skip").task
+    lengths = skipping.lengths(skipping.datasets()["train"])
+    assert np.flatnonzero(lengths[np.arange(12)] < 0).tolist() == [3, 7]
+    assert cli.main(["train", "recipe=chats_demo", *words, "task.prepare=as_needed", "task.too_long=drop"]) == 2
+    assert "task.too_long=drop looks at all chats at the start, unlike task.prepare=as_needed." in capsys.readouterr().err
 
 
 def test_rows_of_a_mixture_are_named_by_their_data_set(tmp_path):
