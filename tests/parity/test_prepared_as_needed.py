@@ -268,3 +268,21 @@ def test_store_that_cannot_be_used_is_said_in_a_sentence(tmp_path):
     with pytest.raises(ConfigError, match=r"\.sqlite, in the cache of prepared data, cannot be used: .* Remove it"):
         data[0]
     data.path.unlink()
+
+
+def test_samples_that_were_made_first_make_room_and_are_made_again(tmp_path):
+    rows = datasets.Dataset.from_dict({"text": [str(number) for number in range(400)]})
+    made = []
+
+    def make(indices):
+        made.extend(indices)
+        return [{"input_ids": [number] * 200} for number in indices]
+
+    texts = TextsAsNeeded(["room", str(tmp_path)], rows, 200, make, dict, most_bytes=2**17)
+    for start in range(0, 400, 20):
+        assert [sample["input_ids"][0] for sample in texts.__getitems__([*range(start, start + 20)])] == [
+            *range(start, start + 20)
+        ]
+    texts._recent = {}
+    kept = len(texts._kept([*range(400)]))
+    assert 50 < kept < 250 and texts._kept([*range(380, 400)]) and texts[0]["input_ids"][0] == 0 and made[-1] == 0
