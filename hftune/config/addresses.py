@@ -39,12 +39,12 @@ WITHOUT_KEYS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFoun
 
 def is_address(text: str) -> bool:
     """Whether a text is an address and not a path."""
-    return re.match(r"[a-z][a-z0-9+]*://", text) is not None
+    return re.match(r"[a-zA-Z][a-zA-Z0-9+]*://", text) is not None
 
 
 def local_name(address: str) -> PurePosixPath:
     """Return the name of the folder that stands for an address on this machine: bucket/run."""
-    return PurePosixPath(re.sub(r"^[a-z0-9+]+:/*", "", address))
+    return PurePosixPath(re.sub(r"^[a-zA-Z0-9+]+:/*", "", address))
 
 
 def local_folder(output_dir: str) -> Path:

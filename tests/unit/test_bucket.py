@@ -360,6 +360,10 @@ def test_what_is_wrong_is_one_sentence(error, said):
             "output_dir=s4://mine/run: there is no protocol s4. Write it as in s3://bucket/run.",
         ),
         (
+            "S3://mine/run",
+            "output_dir=S3://mine/run: there is no protocol S3. Did you mean 's3'? Write it as in s3://bucket/run.",
+        ),
+        (
             "https://mine/run",
             "output_dir=https://mine/run: files cannot be written there. Name a bucket, such as s3://bucket/run.",
         ),
