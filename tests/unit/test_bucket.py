@@ -444,3 +444,17 @@ def test_a_run_whose_folder_is_gone_is_resumed_or_found_finished(address, capsys
     words = (f"resume={address}/checkpoints/step_{step:08d}", f"output_dir={tmp_path / 'branch'}", "train.lr=1e-5")
     branch = train(Recipe.load("yelp_demo", *WORDS, *words))
     assert branch.steps == 7 and audit(branch.output_dir).starts[-1]["after_step"] == step
+
+
+def test_the_same_command_uploads_what_a_lost_network_left_behind(address, monkeypatch, capsys):
+    def put_file(*_, **__):
+        raise ConnectionError("no route")
+
+    recipe = Recipe.load("yelp_demo", *WORDS, "train.max_steps=2", f"output_dir={address}")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(MEMORY), "put_file", put_file)
+        with pytest.raises(TrainingError, match=r"has what was saved, but memory://.* has not: ConnectionError: no route"):
+            train(recipe)
+    assert (recipe.folder / "result.json").is_file() and objects_of(address) == {"bucket.json"}
+    assert train(recipe).steps == 2 and "is finished: 2 steps" in capsys.readouterr().out
+    assert {"result.json", "model/model.safetensors", "report.html"} <= objects_of(address)
