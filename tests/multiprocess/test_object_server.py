@@ -1,7 +1,6 @@
 """Runs that are kept at a real server of objects, on this machine: killed, without the network, refused, on other machines."""
 
 import contextlib
-import importlib.util
 import json
 import shutil
 import signal
@@ -24,10 +23,6 @@ from tests.multiprocess.test_own_folders import OwnFolders
 from tests.support.machines import NotAllowed, several_machines
 from tests.support.runs import Run, environment, train_on
 
-pytestmark = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("moto", "flask", "s3fs"))),
-    reason="needs a server of objects: pip install s3fs 'moto[s3]' flask flask-cors",
-)
 JOB = (*WORDS, "train.max_steps=60", "eval.every=20", "task.pause_s=0.03")
 KEYS = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "topsecret", "AWS_DEFAULT_REGION": "us-east-1"}
 
