@@ -5,8 +5,8 @@ Knows no format, no row and no task.
 
 from __future__ import annotations
 
+import atexit
 import io
-import os
 import re
 import threading
 import time
@@ -22,19 +22,26 @@ from fsspec.core import url_to_fs
 from fsspec.spec import AbstractFileSystem
 
 from hftune.atomic import atomic_path
-from hftune.data.cache import cache_dir, explained, locked, saying
+from hftune.data.cache import STALE_S, cache_dir, explained, locked
 from hftune.data.files import local_files
 from hftune.errors import DataError
 from hftune.secrecy import without_secrets
 
 Value = TypeVar("Value")
+_ending = threading.Event()
+"""Set when the process ends. A thread that reads for Arrow then must have ended, or Arrow waits for it for ever."""
 TRIES = 8
 """Of what a network may interrupt; FIRST_WAIT_S after the first one, and after each twice as long as before, a minute."""
 FIRST_WAIT_S = 0.5
-VERSIONS = ("ETag", "etag", "sha256", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created")
+VERSIONS = (
+    *("ETag", "etag", "xet_hash", "blob_id", "sha256", "md5Hash", "content_md5", "Content-MD5", "Digest"),
+    *("LastModified", "last_modified", "Last-Modified", "mtime", "created"),
+)
 """What file systems say of a file that changes with its content. The first that is said counts."""
-AT_ONCE = 2**24
-"""Bytes of a request for a whole file."""
+IDLE_S = 600.0
+"""After which a thread ends that has nothing to fetch."""
+LAST_S = 60.0
+"""To wait at the end of a process for the last request."""
 FREE_TO_FETCH = 0.8
 """Of the space for parts, what is filled ahead. The rest is for what is asked for out of turn."""
 
@@ -56,6 +63,8 @@ class File:
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     size: int = 0
     version: str = ""
+    has_parts: bool = True
+    """Whether some of its bytes can be asked for."""
 
     @classmethod
     def found(cls, address: str, options: Mapping[str, Any]) -> File:
@@ -68,7 +77,7 @@ class File:
         info = file.info()
         if info.get("size") is None:
             raise SourceError(f"{file} does not say how long it is, so its rows cannot be counted. Download it first.")
-        return cls(address, options, int(info["size"]), _version(info))
+        return cls(address, options, int(info["size"]), _version(info), info.get("partial", True))
 
     def __str__(self) -> str:
         return without_secrets(self.address)
@@ -80,7 +89,9 @@ class File:
     @property
     def key(self) -> list[Any]:
         """What its content depends on."""
-        return [str(self), self.size, self.version]
+        place = str(Path(self.address).resolve()) if self.is_local else self.address
+        # A signed address is a new one each time. Without a version, what is signed may be what tells two files apart.
+        return [str(self) if self.version and not self.is_local else place, self.size, self.version]
 
     def read(self, start: int, stop: int) -> bytes:
         """Return some of its bytes.
@@ -96,14 +107,18 @@ class File:
     def open(self) -> BinaryIO:
         """Open it; see ``read``."""
         self.check()
-        return Path(self.address).open("rb") if self.is_local else Elsewhere(self)  # type: ignore[return-value]
+        return patiently(lambda: Path(self.address).open("rb"), self) if self.is_local else Elsewhere(self)  # type: ignore[return-value]
 
     def fetch(self, start: int, stop: int) -> bytes:
         """Return some bytes of a file that is elsewhere, whatever has become of it."""
 
         def fetch() -> bytes:
-            fs, path = self._place()
-            if len(data := fs.cat_file(path, start=start, end=stop)) != stop - start:
+            fs, path = self.place()
+            if _ending.is_set():
+                raise SourceError(f"{self} is not read any more: the process ends.")
+            if (count := len(data := fs.cat_file(path, start=start, end=stop))) == self.size != stop - start:
+                raise SourceError(f"{self} is sent as a whole each time. task.prepare=all downloads it once.")
+            if count != stop - start:
                 raise OSError(f"{len(data):,} bytes came instead of {stop - start:,}")
             return data
 
@@ -119,13 +134,14 @@ class File:
         """Ask the file system what it knows of the file."""
 
         def ask() -> Mapping[str, Any]:
-            fs, path = self._place()
+            fs, path = self.place()
             fs.invalidate_cache(path)
             return fs.info(path)
 
         return patiently(ask, self)
 
-    def _place(self) -> tuple[AbstractFileSystem, str]:
+    def place(self) -> tuple[AbstractFileSystem, str]:
+        """Return its file system, and what it is called there."""
         return url_to_fs(self.address, **({} if self.is_local else self.options))  # anew: none may be used in a fork
 
 
@@ -181,11 +197,13 @@ def patiently(call: Callable[[], Value], what: Any) -> Value:
             if isinstance(cause, PermissionError) or status in (401, 403) or "credentials" in reason:
                 advice = "Check the credentials: those of the environment, or task.storage_options."
                 raise SourceError(f"{what} must not be read: {reason}. {advice}") from error
+            if isinstance(cause, TypeError):
+                raise SourceError(f"{what} cannot be read: {reason}. Check task.storage_options.") from error
             if attempt == TRIES or isinstance(cause, ValueError):
                 raise SourceError(f"{what} cannot be read: {reason}.") from error
             if attempt > 2:
                 print(f"note: {what} cannot be read: {without_secrets(reason)}. Trying again in {wait_s:g} s.", flush=True)
-            time.sleep(wait_s)
+            _ending.wait(wait_s)
             wait_s *= 2
     raise AssertionError
 
@@ -224,11 +242,14 @@ def downloaded(file: File) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path):
             if not path.is_file():
-                say = saying(f"Downloading {file}", file.size, "bytes")
-                with atomic_path(path, is_shared=True) as temporary, temporary.open("wb") as target:
-                    for start in range(0, file.size, AT_ONCE):
-                        target.write(file.fetch(start, min(start + AT_ONCE, file.size)))
-                        say(start)
+                for left in path.parent.glob(".*.writing"):  # by a killed process
+                    left.unlink()
+                fs, place = file.place()
+                with atomic_path(path, is_shared=True) as temporary:
+                    print(f"Downloading {file}, {file.size / 1e6:,.1f} MB ...", flush=True)
+                    patiently(lambda: fs.get_file(place, str(temporary)), file)
+                    if temporary.stat().st_size != file.size:
+                        raise SourceError(f"{file} has changed while it was downloaded. Start again.")
     return str(path)
 
 
@@ -247,7 +268,9 @@ class Blocks:
         self._free = 0.0  # bytes that may be written before the folder is looked at again
         self._expected: Sequence[tuple[str, Callable[[], bytes], int]] = ()
         self._wanted = threading.Event()
-        self._reader: tuple[int, threading.Thread] | None = None
+        self._reader: threading.Thread | None = None
+        self.looked: tuple[Any, int] = None, 0
+        """The order of samples that ``expect`` was last called for, and from which place of it on it is to be called again."""
 
     def get(self, name: str, make: Callable[[], bytes]) -> BinaryIO:
         """Return a part, opened; ``make`` is called if it is not there."""
@@ -267,19 +290,20 @@ class Blocks:
         """
         self._expected = [*parts]
         self._next = {name: place for place, (name, *_) in reversed([*enumerate(self._expected)])}
+        if self._reader is None or not self._reader.is_alive():  # it has ended, or this is a fork
+            self._wanted = threading.Event()
+            self._reader = threading.Thread(target=self._fetch, name="fetch blocks", daemon=True)
+            self._reader.start()
+            atexit.register(_end, self._reader)
         self._wanted.set()
-        if self._reader is None or self._reader[0] != os.getpid():  # a fork has no threads
-            self._reader = os.getpid(), threading.Thread(target=self._fetch, name="fetch blocks", daemon=True)
-            self._reader[1].start()
 
     def _fetch(self) -> None:
-        while True:
-            self._wanted.wait()
+        while self._wanted.wait(IDLE_S) and not _ending.is_set():
             self._wanted.clear()
             room = FREE_TO_FETCH * self.most_bytes
             for name, make, size in self._expected:
                 room -= size
-                if room < 0 or self._wanted.is_set():
+                if room < 0 or self._wanted.is_set() or _ending.is_set():
                     break
                 path = self.folder / name
                 if path.is_file():
@@ -300,6 +324,10 @@ class Blocks:
         self._free -= wanted
         if self._free >= 0:
             return
+        for left in self.folder.glob(".*.writing"):  # by a killed process
+            with suppress(OSError):
+                if time.time() - left.stat().st_mtime > STALE_S:
+                    left.unlink()
         states = []
         for path in self.folder.glob("[!.]*.block"):
             with suppress(FileNotFoundError):
@@ -311,13 +339,18 @@ class Blocks:
             path.unlink(missing_ok=True)
             path.with_suffix(".lock").unlink(missing_ok=True)
             total -= size
-        self._free = (self.most_bytes - total) / 16  # other processes write, too
+        self._free = (self.most_bytes - total) / 64  # other processes write, too
 
     def __getstate__(self) -> dict[str, Any]:
         return {"most_bytes": self.most_bytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
+
+
+def _end(reader: threading.Thread) -> None:
+    _ending.set()
+    reader.join(LAST_S)
 
 
 def block_name(*key: Any) -> str:

@@ -49,7 +49,7 @@ class TextsAsNeeded(Sequence):
         longest: what no sample has more tokens than.
         make: returns some of the samples, as dictionaries of numbers and lists of numbers; None for one that is left out.
         whole: returns whole columns of single values, by name.
-        most_bytes: that are kept. Then the older half is made again where it is asked for.
+        most_bytes: that are kept. The samples that were made first are made again where they are asked for.
     """
 
     def __init__(
@@ -64,7 +64,6 @@ class TextsAsNeeded(Sequence):
         # A file for each machine: SQLite's locks are not made for network file systems.
         self.path = cache_dir() / f"{Hasher.hash(['as needed', key, __version__])}.{node()}.sqlite"
         self.rows, self.longest, self._make, self._whole, self._most_bytes = rows, longest, make, whole, most_bytes
-        self._looked: tuple[Any, int] = None, 0
         self._recent: dict[int, Any] = {}
         self._local = threading.local()
         self.sizes: dict[tuple[str, ...], np.ndarray] = {}
@@ -99,9 +98,11 @@ class TextsAsNeeded(Sequence):
 
     def expect(self, order_N: np.ndarray, start: int) -> None:
         """Have the rows fetched that are elsewhere and needed next: those of the samples from a place of an order on."""
-        order, place = self._looked
-        if self.is_in_place and self.rows.blocks and (order is not order_N or start >= place):
-            self._looked = order_N, start + AHEAD // 8
+        if not self.is_in_place or (blocks := self.rows.blocks) is None:
+            return
+        order, place = blocks.looked
+        if order is not order_N or start >= place:
+            blocks.looked = order_N, start + AHEAD // 8
             next_N = order_N[start : start + AHEAD]
             self.rows.expect(next_N[~np.isin(next_N, self._kept(next_N.tolist()))])
 
@@ -110,7 +111,10 @@ class TextsAsNeeded(Sequence):
         return self._whole()[name]
 
     def contents(self) -> Mapping[str, Any]:
-        return self.contents_by_row() or {"some rows": self.rows.select(spread(len(self)))}
+        if by_row := self.contents_by_row():
+            return by_row
+        some = {"some rows": self.rows.select(spread(len(self)))}
+        return {**some, "files": self.rows.versions} if self.is_in_place else some
 
     def contents_by_row(self) -> Mapping[str, Any]:
         is_fetched = self.is_in_place and self.rows.blocks
@@ -142,8 +146,8 @@ class TextsAsNeeded(Sequence):
         lines = [(number, json.dumps(sample, default=_plain), time.time()) for number, sample in samples.items()]
         self._run("INSERT OR IGNORE INTO samples VALUES (?, ?, ?)", lines, many=True)
         used = "page_count - freelist_count FROM pragma_page_count, pragma_freelist_count"
-        if self._run(f"SELECT {used}", [])[0][0] * PAGE_BYTES > self._most_bytes:
-            self._run("DELETE FROM samples WHERE made <= (SELECT avg(made) FROM samples)", [])
+        while self._run(f"SELECT {used}", [])[0][0] * PAGE_BYTES > self._most_bytes:  # little at a time: others wait
+            self._run("DELETE FROM samples WHERE number IN (SELECT number FROM samples ORDER BY made LIMIT ?)", [10 * AT_ONCE])
         return {number: _read_sample(line) for number, line, _ in lines}  # as another process reads them
 
     def _run(self, statement: str, values: list, many: bool = False) -> list[tuple]:
@@ -179,10 +183,10 @@ class TextsAsNeeded(Sequence):
         return connection
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_local", "_recent", "_looked")}
+        return {name: value for name, value in vars(self).items() if name not in ("_local", "_recent")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _local=threading.local(), _recent={}, _looked=(None, 0))
+        vars(self).update(state, _local=threading.local(), _recent={})
 
 
 class Sizes:

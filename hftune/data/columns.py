@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 TEXTS = ("text", "sentence", "review", "content", "document", "article")
 """Usual names of a column of texts."""
-LABELS = ("label", "cls", "labels", "target", "class", "category")
+LABELS = ("label", "labels", "target", "class", "category")
 """Usual names of a column of labels or of target values."""
 IMAGES = ("image", "img", "picture", "photo")
 """Usual names of a column of images."""

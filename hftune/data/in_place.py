@@ -7,6 +7,7 @@ its row groups are. So the number of rows is known, and where each of them is, b
 from __future__ import annotations
 
 import mmap
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -53,12 +54,14 @@ class Reader(Protocol):
     schema: pa.Schema
     key: Any
     """What the rows depend on."""
+    is_fetched: bool
+    """Whether parts are fetched before they are read."""
 
     def read(self, rows_N: np.ndarray, columns: pa.Schema) -> pa.Table:
         """Return some columns of some rows, which are ascending and different."""
 
-    def block(self, part: int, names: Sequence[str]) -> Block | None:
-        """Return how to fetch a part; None if nothing need be fetched before it is read."""
+    def block(self, part: int, names: Sequence[str]) -> Block:
+        """Return how to fetch a part."""
 
 
 class Lines:
@@ -66,7 +69,7 @@ class Lines:
 
     def __init__(self, file: File, blocks: Blocks):
         self.file, self.blocks, self.size = file, blocks, file.size
-        self.piece = PIECE if file.is_local else REMOTE_PIECE
+        self.piece, self.is_fetched = PIECE if file.is_local else REMOTE_PIECE, not file.is_local
         self.key = ["lines", self.piece, *file.key]
         found = cached_arrays(self.key, self._look_through)
         self.starts, self._offsets = found["starts"], found["offsets"]
@@ -90,29 +93,28 @@ class Lines:
             lines += [data[ends[place - 1] + 1 if place else 0 : ends[place]] for place in places]
         try:
             table = _parse(b"\n".join(lines), columns)
-            table.validate(full=True)  # that texts are UTF-8
             problem = "" if len(table) == len(rows_N) else "it is no JSON object on a line of its own"
         except pa.ArrowException as error:
             problem = str(error).removeprefix("JSON parse error: ").partition(" in row ")[0].rstrip(".")
         if not problem:
-            return table.select(columns.names)
+            return table
         if len(rows_N) == 1:
             raise DataError(f"Row {rows_N[0]} of {self.file} cannot be read: {problem}. Correct this line, or remove it.")
         half = len(rows_N) // 2
         return pa.concat_tables([self.read(rows_N[:half], columns), self.read(rows_N[half:], columns)])
 
-    def block(self, part: int, names: Sequence[str] = ()) -> Block | None:
+    def block(self, part: int, names: Sequence[str] = ()) -> Block:
         start, stop = self._offsets[part : part + 2].tolist()
-        fetch = partial(self.file.read, start, stop)
-        return None if self.file.is_local else (block_name(self.key, start), fetch, stop - start)
+        return block_name(self.key, start), partial(self.file.read, start, stop), stop - start
 
     def _bytes(self, piece: int) -> bytes:
         """Return whole lines, each with its end."""
-        if (block := self.block(piece)) is None:
-            data = self.file.read(*self._offsets[piece : piece + 2].tolist())
-        else:
-            with self.blocks.get(*block[:2]) as file:
+        name, fetch, _ = self.block(piece)
+        if self.is_fetched:
+            with self.blocks.get(name, fetch) as file:
                 data = file.read()
+        else:
+            data = fetch()
         return data if data.endswith(b"\n") else data + b"\n"
 
     def _look_through(self) -> dict[str, np.ndarray]:
@@ -120,8 +122,9 @@ class Lines:
         counts, ends, say = [], [], saying(f"Counting the rows of {self.file}", self.size, "bytes")
         with ThreadPoolExecutor(4) as pool:
             looked = pool.map(self._lines_of, range(0, self.size, LOOKED_AT))
-            for place, (count_P, end_P, is_odd) in enumerate(looked):
-                if is_odd:
+            for place, (count_P, end_P, first, is_odd) in enumerate(looked):
+                # Such as an empty line at the seam
+                if is_odd or (first < 2 and (place == 0 or ends[-1].max() == place * LOOKED_AT)):
                     pool.shutdown(cancel_futures=True)
                     return {name: np.zeros(0, np.int64) for name in ("starts", "offsets", "schema")}
                 counts.append(count_P)
@@ -135,24 +138,30 @@ class Lines:
         found = {"starts": np.cumsum([0, *counts_P.tolist()]), "offsets": np.array([0, *ends_P.tolist()])}
         self.starts, self._offsets = found["starts"], found["offsets"]
         try:
-            pieces = spread(len(counts_P), SEEN if self.file.is_local else 1, run=1)
-            seen = [_parse(self._bytes(piece), None).schema for piece in pieces.tolist()]
-            schema = pa.unify_schemas(seen, promote_options="permissive")
+            pieces = spread(len(counts_P), SEEN, run=1)
+            seen = [_parse(self._bytes(piece), None) for piece in pieces.tolist()]
+            schema = pa.unify_schemas([table.schema for table in seen], promote_options="permissive")
+            are_lines = [*map(len, seen)] == counts_P[pieces].tolist()
         except pa.ArrowException:  # such as a file that is one list
+            are_lines = False
+        if not are_lines:
             return {name: np.zeros(0, np.int64) for name in ("starts", "offsets", "schema")}
         return {**found, "schema": np.frombuffer(schema.serialize(), np.uint8)}
 
-    def _lines_of(self, start: int) -> tuple[np.ndarray, np.ndarray, bool]:
-        """Return how many lines end in each piece, where the last of them does, and whether some of the lines are blank."""
+    def _lines_of(self, start: int) -> tuple[np.ndarray, np.ndarray, int, bool]:
+        """Return how many lines end in each piece, where the last and the first of all do, and whether one between is blank."""
         stop = min(start + LOOKED_AT, self.size)
         ends = np.flatnonzero(np.frombuffer(self.file.read(start, stop), np.uint8) == ord("\n"))
         count_P = np.bincount(ends // self.piece, minlength=-(-(stop - start) // self.piece))
         last_P = np.append(ends, 0)[np.cumsum(count_P) - 1]
-        return count_P, np.where(count_P > 0, start + last_P + 1, 0), bool((np.diff(ends) < 3).any())
+        first, is_odd = int(ends[0]) if len(ends) else stop, bool((np.diff(ends) < 3).any())
+        return count_P, np.where(count_P > 0, start + last_P + 1, 0), first, is_odd
 
 
 class RowGroups:
     """The rows of a parquet file."""
+
+    is_fetched = True
 
     def __init__(self, file: File, blocks: Blocks):
         self.file, self.blocks, self.size, self.key = file, blocks, file.size, ["row groups", *file.key]
@@ -176,7 +185,7 @@ class RowGroups:
 
     def _read_group(self, group: int, names: list[str]) -> pa.Buffer:
         with self._opened() as file:
-            table = file.read_row_group(group, columns=names).select(names)
+            table = file.read_row_group(group, columns=names, use_threads=False).select(names)
         sink = pa.BufferOutputStream()
         with ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table.combine_chunks())
@@ -186,7 +195,8 @@ class RowGroups:
     def _opened(self) -> Iterator[parquet.ParquetFile]:
         try:
             with self.file.open() as opened:
-                file = parquet.ParquetFile(opened, metadata=self._footer, pre_buffer=True)
+                # In this thread alone: threads of Arrow that wait for Python keep the process from ending.
+                file = parquet.ParquetFile(opened, metadata=self._footer, pre_buffer=False)
                 self._footer = file.metadata
                 yield file
         except pa.ArrowException as error:
@@ -205,7 +215,7 @@ class RowGroups:
 class Converted:
     """Rows of a data set that has been converted, beside those of files."""
 
-    schema: pa.Schema
+    is_fetched = False
 
     def __init__(self, rows: datasets.Dataset):
         self.rows, self.starts, self.size = rows, np.array([0, len(rows)]), rows.data.nbytes
@@ -214,8 +224,8 @@ class Converted:
     def read(self, rows_N: np.ndarray, columns: pa.Schema) -> pa.Table:
         return self.rows.select_columns(columns.names).with_format("arrow").select(rows_N)[:]
 
-    def block(self, part: int, names: Sequence[str]) -> Block | None:
-        return None
+    def block(self, part: int, names: Sequence[str]) -> Block:
+        raise NotImplementedError
 
 
 class Extent(NamedTuple):
@@ -258,6 +268,12 @@ class RowsInPlace:
     def _fingerprint(self) -> str:
         files = [[reader.key, *sorted(names.items())] for reader, names in self.readers]
         return Hasher.hash([files, str(self.features), None if self.numbers is None else self.numbers.tobytes()])
+
+    @property
+    def versions(self) -> list[str]:
+        """What is known of the content of each file without reading it, and alike on all machines."""
+        files = [reader.file for reader, _ in self.readers if isinstance(reader, Lines | RowGroups)]
+        return [f"{file.size} {'' if file.is_local else file.version}" for file in files]
 
     # Rows and columns
 
@@ -319,7 +335,11 @@ class RowsInPlace:
         for place in np.unique(places).tolist():
             (reader, names), start = self.readers[place], self._ends[place] - self.readers[place][0].starts[-1]
             theirs = pa.schema([kind.field(ours).with_name(names[ours]) for ours in kind.names])
-            tables.append(reader.read(unique[places == place] - start, theirs).rename_columns(kind.names).cast(kind))
+            read = reader.read(unique[places == place] - start, theirs).rename_columns(kind.names)
+            try:
+                tables.append(read.cast(kind))
+            except pa.ArrowException as error:
+                raise DataError(f"Rows of {reader.key[1]} do not fit to the others: {error}. Convert the file.") from error
         table = pa.concat_tables(tables) if tables else kind.empty_table()
         return table if np.array_equal(inverse, np.arange(len(table))) else table.take(inverse)
 
@@ -347,7 +367,7 @@ class RowsInPlace:
     @property
     def blocks(self) -> Blocks | None:
         """Where parts are kept; None if nothing is fetched."""
-        return next((reader.blocks for reader, names in self.readers if reader.block(0, [*names.values()]) is not None), None)  # type: ignore[attr-defined]
+        return next((reader.blocks for reader, _ in self.readers if reader.is_fetched), None)  # type: ignore[attr-defined]
 
     @cached_property
     def _parts(self) -> np.ndarray:
@@ -363,6 +383,8 @@ class RowsInPlace:
     def _block(self, part: int) -> Block | None:
         place = int(np.searchsorted(self._ends, self._parts[part], side="right"))
         reader, names = self.readers[place]
+        if not reader.is_fetched:
+            return None
         first = part - int(np.searchsorted(self._parts, self._ends[place] - reader.starts[-1]))
         return reader.block(first, [*names.values()])
 
@@ -412,16 +434,22 @@ def open_in_place(kind: str, patterns: Sequence[str], options: Mapping[str, Any]
         SourceError: a file is not there, or cannot be read.
         DataError: the files have different columns.
     """
-    if kind not in READERS or any(pattern.lower().endswith(PACKED) for pattern in patterns):
+    if kind not in READERS or any("::" in pattern for pattern in patterns):
         return None
-    files = [File.found(address, options) for address in find_files(patterns, options)]
-    if sum(file.size for file in files) < least:
+    found = find_files(patterns, options)
+    if any(re.split("[?#]", address.lower())[0].endswith(PACKED) for address in found):
+        return None
+    files = [file for address in found if (file := File.found(address, options)).size]
+    if sum(file.size for file in files) < least or not all(file.has_parts for file in files):
         return None
     try:
-        readers = [READERS[kind](file, blocks) for file in files if file.size]
+        opened = [(str(file), READERS[kind](file, blocks)) for file in files]
     except NotByRows:
         return None
-    schema = _same_columns(kind, [(str(file), reader.schema) for file, reader in zip(files, readers, strict=False)])
+    readers = [reader for _, reader in opened if reader.starts[-1]]
+    if not readers:
+        return None
+    schema = _same_columns(kind, [(name, reader.schema) for name, reader in opened if reader.starts[-1]])
     features = datasets.Features.from_arrow_schema(schema)
     return RowsInPlace([(reader, {name: name for name in features}) for reader in readers], features)
 
@@ -454,10 +482,26 @@ def _same_columns(kind: str, schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Sch
 
 
 def _parse(data: bytes, schema: pa.Schema | None) -> pa.Table:
-    return json.read_json(
-        pa.BufferReader(data),
-        read_options=json.ReadOptions(use_threads=False, block_size=len(data) + 1),
-        parse_options=json.ParseOptions(
-            explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore"
-        ),
-    )
+    """Parse lines; with the columns of a schema, and only these, in its types.
+
+    Raises:
+        pa.ArrowException: they are no JSON, no UTF-8, or cannot be of these types.
+    """
+    others = {} if schema is None else {"explicit_schema": schema, "unexpected_field_behavior": "ignore"}
+    options = json.ReadOptions(use_threads=False, block_size=len(data) + 1)
+    try:
+        table = json.read_json(pa.BufferReader(data), read_options=options, parse_options=json.ParseOptions(**others))
+    except pa.ArrowInvalid:
+        if schema is None:
+            raise
+        table = json.read_json(pa.BufferReader(data), read_options=options)  # 1.0 may be among whole numbers
+        missing = [pa.nulls(len(table)) for name in schema.names if name not in table.column_names]
+        for name, column in zip([name for name in schema.names if name not in table.column_names], missing, strict=True):
+            table = table.append_column(name, column)
+        if any(
+            pa.types.is_string(field.type) and not pa.types.is_string(table.schema.field(field.name).type) for field in schema
+        ):
+            raise  # a number is no text
+        table = table.select(schema.names).cast(schema)
+    table.validate(full=True)  # that texts are UTF-8
+    return table if schema is None else table.select(schema.names)

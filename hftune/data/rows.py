@@ -178,7 +178,7 @@ def load_files(
     Raises:
         DataError: they cannot be loaded, hold texts that are not UTF-8, or rows of a csv file have been lost.
     """
-    if any("://" in file for file in files):
+    if any("://" in file and "::" not in file for file in files):
         files = [downloaded(File.found(file, options or {})) for file in find_files(files, options or {})]
     if kind == "excel":
         kind, files = "parquet", [excel_file(source, files, sheet)]

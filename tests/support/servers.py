@@ -35,12 +35,14 @@ class Web:
         status: what all requests are answered with; 0 for as they should be.
         cut_every: every so many requests for bytes, the connection is cut in the middle.
         wait_s: before each answer.
+        tags: the header that tells versions of a file apart.
+        has_ranges: whether parts of a file can be asked for.
         asked: the names and ranges of all requests.
     """
 
     def __init__(self, files):
         self.files, self.status, self.cut_every, self.wait_s, self.asked = dict(files), 0, 0, 0.0, []
-        self.versions = dict.fromkeys(files, 0)
+        self.versions, self.tags, self.has_ranges = dict.fromkeys(files, 0), "ETag", True
         web = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -54,8 +56,9 @@ class Web:
 
             def answer(self, with_body):
                 time.sleep(web.wait_s)
-                name = self.path.lstrip("/")
+                name = self.path.lstrip("/").partition("?")[0]
                 data, asked = web.files.get(name), re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+                asked = asked if web.has_ranges else None
                 status = web.status or (404 if data is None else 206 if asked else 200)
                 data = b"" if status >= 400 else data
                 start, stop = 0, len(data)
@@ -63,8 +66,7 @@ class Web:
                     start, stop = int(asked[1]), min(len(data), int(asked[2] or len(data) - 1) + 1)
                 web.asked.append((name, start, stop, with_body))
                 self.send_response(status)
-                self.send_header("Accept-Ranges", "bytes")
-                self.send_header("ETag", f'"{web.versions.get(name)}"')
+                self.send_header(web.tags, f'"{web.versions.get(name)}"')
                 if asked and status == 206:
                     self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(data)}")
                 self.send_header("Content-Length", str(stop - start))

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pickle
 from functools import partial
 
@@ -15,6 +16,7 @@ from pyarrow import parquet
 from hftune import DataError
 from hftune.data import addresses, in_place
 from hftune.data.addresses import Blocks, File, SourceError
+from hftune.data.as_needed import TextsAsNeeded
 from hftune.data.digest import content_digest, entry_hashes
 from hftune.data.in_place import Column, ReadRows, RowsInPlace, joined, open_in_place
 from hftune.data.rows import load_files, row_numbers, select
@@ -108,6 +110,8 @@ def test_last_line_needs_no_end_and_large_files_alone_are_read_in_place(tmp_path
         json.dumps(rows_of(100), indent=1),  # one list
         "".join(json.dumps(row) + "\n\n" for row in rows_of(9)),  # blank lines, which do not count
         json.dumps({"text": "a", "label": 1}, indent=1),
+        '{"text": "a",\n "label": 1}\n' * 50,  # two lines each
+        "\n" + json.dumps({"text": "a", "label": 1}) + "\n",
         "not json\n",
     ],
 )
@@ -272,3 +276,91 @@ def test_groups_are_parts_of_the_rows_that_are_used(tmp_path):
     rows = opened("parquet", written(tmp_path, "parquet", rows_of()))
     assert rows.groups(1) == [40] * 12 + [20] and rows.groups(100) == [120] * 4 + [20]
     assert rows.select(np.arange(10, 95, 2)).groups(1) == [15, 20, 8]
+
+
+def test_blank_line_at_the_seam_of_what_is_looked_through_is_seen(tmp_path):
+    line = json.dumps({"text": "a" * 200, "label": 1}) + "\n"
+    lines = line * (in_place.LOOKED_AT // len(line))
+    padding = in_place.LOOKED_AT - len(lines) - len(line) + 200
+    path = tmp_path / "rows.jsonl"
+    whole = lines + json.dumps({"text": "a" * padding, "label": 1}) + "\n"
+    assert len(whole) == in_place.LOOKED_AT
+    path.write_text(whole + "\n" + line)
+    assert opened("json", str(path)) is None
+
+
+def test_numbers_of_another_form_and_columns_that_are_missing_are_read_as_datasets_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(in_place, "SEEN", 1)
+    rows = rows_of(300)
+    rows[200]["label"] = 1.0
+    rows[250] = {"text": "no label"}
+    path = written(tmp_path, "json", rows)
+    assert opened("json", path)[[0, 200, 250]]["label"] == [0, 1, None]
+    assert opened("json", path).select_columns(["label"])[[200]] == {"label": [1]}
+
+
+def test_files_without_rows_are_left_out(tmp_path):
+    written(tmp_path, "json", rows_of(9))
+    for number in (0, 9):
+        (tmp_path / f"{number}.jsonl").write_text("")
+    parquet.write_table(pa.table({"text": pa.array([], "string")}), tmp_path / "0.parquet")
+    assert len(opened("json", str(tmp_path / "*.jsonl"))) == 9 and opened("json", str(tmp_path / "0.jsonl")) is None
+    parquet.write_table(pa.table({"text": ["a"]}), tmp_path / "1.parquet")
+    rows = opened("parquet", str(tmp_path / "*.parquet"))
+    assert rows[[0]] == {"text": ["a"]} and rows.blocks
+    write_jsonl(tmp_path / "z.jsonl", [{"text": 7}])
+    with pytest.raises(DataError, match=r"The columns of .*/z\.jsonl and .*/rows\.jsonl do not fit"):
+        opened("json", str(tmp_path / "*.jsonl"))
+
+
+def test_values_that_do_not_fit_to_other_data_sets_are_refused_with_their_file(tmp_path):
+    rows = opened("parquet", written(tmp_path, "parquet", [{"label": 2**40}]))
+    with pytest.raises(DataError, match=r"Rows of .*rows\.parquet do not fit to the others: Integer value"):
+        rows.cast(datasets.Features(label=datasets.Value("int32"))).read()
+
+
+def test_files_of_one_name_in_two_folders_are_two(tmp_path, monkeypatch):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        path = write_jsonl(tmp_path / name / "rows.jsonl", [{"text": name}])
+        os.utime(path, (0, 0))
+    found = []
+    for name in ("one", "two"):
+        monkeypatch.chdir(tmp_path / name)
+        rows = opened("json", "rows.jsonl")
+        found.append(rows._fingerprint)
+        assert rows["text"][0] == name
+    assert found[0] != found[1]
+
+
+def test_server_without_etags_is_asked_for_the_time(web):
+    web.tags = "Last-Modified"
+    address = f"{web.address}/rows.jsonl"
+    old = opened("json", address)
+    web.change("rows.jsonl", web.files["rows.jsonl"].replace(b"row 0", b"ROW 0"))
+    assert opened("json", address)["text"][0].startswith("ROW 0") and opened("json", address).versions != old.versions
+    assert old["text"][0].startswith("row 0")  # of which everything is kept
+    for block in old.blocks.folder.glob("*.block"):
+        block.unlink()
+    with pytest.raises(SourceError, match="has changed"):
+        old.select([0]).read()
+    web.has_ranges = False
+    with pytest.raises(SourceError, match=r"is sent as a whole each time\. task\.prepare=all downloads it once\."):
+        opened("json", f"{web.address}/rows.jsonl?again")
+
+
+def test_wrong_options_are_said_at_once(web):
+    with pytest.raises(SourceError, match=r"cannot be read: .*Check task\.storage_options\."):
+        opened("json", f"{web.address}/rows.jsonl", options={"client_kwargs": {"nonsense": 1}})
+
+
+def test_evaluation_between_steps_does_not_end_what_is_fetched_for_training(web):
+    rows, order = opened("parquet", f"{web.address}/rows.parquet", most_bytes=1e6), np.arange(100, 200)
+    train = TextsAsNeeded(["train"], rows, 9, lambda indices: [{"input_ids": [1]} for _ in indices], dict)
+    evaluated = TextsAsNeeded(["eval"], rows.select(range(400, 500)), 9, train._make, dict)
+    train.expect(order, 0)
+    expected = dict(rows.blocks._next)
+    evaluated.expect(np.arange(100), 0)
+    assert rows.blocks._next != expected
+    train.expect(order, 10)
+    assert rows.blocks._next == expected

@@ -261,5 +261,5 @@ def test_tar_files_of_webdataset_are_rows_of_images(tmp_path):
     assert not [*source.problems(needs_eval=False)]
     rows = load_split(source, "train")
     assert rows["cls"][:] == [0, 1, 0] and [image.getpixel((0, 0)) for image in rows["png"]] == [0, 1, 2]
-    task = ImageClassification(data_files=source.files, eval_share=0.4)
+    task = ImageClassification(data_files=source.files, eval_share=0.4, label_column="cls")
     assert task.find_columns(rows) == {"image_column": "png", "label_column": "cls"}
