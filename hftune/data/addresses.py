@@ -294,7 +294,7 @@ class Blocks:
             self._wanted = threading.Event()
             self._reader = threading.Thread(target=self._fetch, name="fetch blocks", daemon=True)
             self._reader.start()
-            atexit.register(_end, self._reader)
+            atexit.register(self._end)
         self._wanted.set()
 
     def _fetch(self) -> None:
@@ -311,6 +311,13 @@ class Blocks:
                 with suppress(Exception), locked(path, wait=False):  # who needs it then, will meet the failure
                     if not path.is_file():
                         self._write(path, make())
+
+    def _end(self) -> None:
+        """Let the thread end before the interpreter does."""
+        _ending.set()
+        self._wanted.set()
+        if self._reader is not None:
+            self._reader.join(LAST_S)
 
     def _write(self, path: Path, data: bytes) -> None:
         with explained():
@@ -346,11 +353,6 @@ class Blocks:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
-
-
-def _end(reader: threading.Thread) -> None:
-    _ending.set()
-    reader.join(LAST_S)
 
 
 def block_name(*key: Any) -> str:
