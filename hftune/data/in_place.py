@@ -21,8 +21,8 @@ from datasets.fingerprint import Hasher
 from pyarrow import ipc, json, parquet
 
 from hftune.batch_plan import spread
-from hftune.data.addresses import Blocks, File, SourceError, block_name, find_files
 from hftune.data.cache import cached_arrays, saying
+from hftune.data.fetching import Blocks, File, SourceError, block_name, find_files
 from hftune.data.files import PACKED
 from hftune.errors import DataError
 

@@ -23,10 +23,10 @@ from huggingface_hub.utils import httpx
 
 from hftune.config.importing import import_named
 from hftune.data import idx
-from hftune.data.addresses import File, downloaded, find_files
 from hftune.data.cache import cached_value
 from hftune.data.cells import excel_file, query_file
 from hftune.data.digest import MIN_CACHED_ROWS, content_digest
+from hftune.data.fetching import File, downloaded, find_files
 from hftune.data.files import NOT_UTF8, SURPLUS, local_files
 from hftune.data.hub import failure, fetch
 from hftune.data.in_place import ReadRows, RowsInPlace

@@ -57,7 +57,7 @@ def read_table(name: str, config: str | None = None) -> Table:
         DataError: it does not exist, cannot be read or has no rows.
     """
     if "://" in name:
-        from hftune.data.addresses import File, downloaded
+        from hftune.data.fetching import File, downloaded
 
         path = Path(downloaded(File.found(name, {})))
     else:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from hftune.data.addresses import Blocks
+    from hftune.data.fetching import Blocks
     from hftune.data.in_place import RowsInPlace
     from hftune.data.mixture import Mixture
     from hftune.task import Batch
@@ -168,7 +168,7 @@ class TextTask(DatasetTask):
 
     @cached_property
     def _kept(self) -> Blocks:
-        from hftune.data.addresses import Blocks
+        from hftune.data.fetching import Blocks
 
         return Blocks(self.cache_gib * 2**30)
 
@@ -325,7 +325,7 @@ class TextTask(DatasetTask):
 
     def _samples(self, split: str, indices: list[int]) -> list[dict[str, Any] | None]:
         """Check and tokenize some rows of a split. None for one that ``bad_rows`` leaves out."""
-        from hftune.data.addresses import SourceError
+        from hftune.data.fetching import SourceError
 
         try:
             return self._checked(split, indices)

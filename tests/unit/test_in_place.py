@@ -14,10 +14,10 @@ import pytest
 from pyarrow import parquet
 
 from hftune import DataError
-from hftune.data import addresses, in_place
-from hftune.data.addresses import Blocks, File, SourceError
+from hftune.data import fetching, in_place
 from hftune.data.as_needed import TextsAsNeeded
 from hftune.data.digest import content_digest, entry_hashes
+from hftune.data.fetching import Blocks, File, SourceError
 from hftune.data.in_place import Column, ReadRows, RowsInPlace, joined, open_in_place
 from hftune.data.rows import load_files, row_numbers, select
 from tests.support.runs import write_jsonl
@@ -37,7 +37,7 @@ def rows_of(count=500):
 def small_pieces(monkeypatch, tmp_path):
     for name, value in {"PIECE": 2**10, "REMOTE_PIECE": 2**11, "LOOKED_AT": 2**13, "AT_ONCE": 64}.items():
         monkeypatch.setattr(in_place, name, value)
-    monkeypatch.setattr(addresses, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(fetching, "FIRST_WAIT_S", 0.001)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
@@ -265,7 +265,7 @@ def test_parts_are_fetched_in_the_order_in_which_they_are_needed(web):
     for _ in range(500):
         if all((rows.blocks.folder / name).is_file() for name in names):
             break
-        addresses.time.sleep(0.01)
+        fetching.time.sleep(0.01)
     stamps = [(rows.blocks.folder / name).stat().st_mtime_ns for name in names]
     assert stamps == sorted(stamps) and len([*rows.blocks.folder.glob("*.block")]) == 4
     asked = len(web.asked)

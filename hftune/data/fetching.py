@@ -22,6 +22,7 @@ from fsspec.core import url_to_fs
 from fsspec.spec import AbstractFileSystem
 
 from hftune.atomic import atomic_path
+from hftune.config.addresses import WITHOUT_KEYS, is_for_good
 from hftune.data.cache import STALE_S, cache_dir, explained, locked
 from hftune.data.files import local_files
 from hftune.errors import DataError
@@ -194,13 +195,12 @@ def patiently(call: Callable[[], Value], what: Any) -> Value:
             status, reason = getattr(cause, "status", None), str(cause).strip().rstrip(".") or type(cause).__name__
             if isinstance(cause, FileNotFoundError) or status in (404, 410) or "NoSuchBucket" in reason:
                 raise SourceError(f"{what}: there is no such file or bucket.") from error
-            if isinstance(cause, PermissionError) or status in (401, 403) or "credentials" in reason:
+            if isinstance(cause, PermissionError) or status in (401, 403) or type(cause).__name__ in WITHOUT_KEYS:
                 advice = "Check the credentials: those of the environment, or task.storage_options."
                 raise SourceError(f"{what} must not be read: {reason}. {advice}") from error
-            if isinstance(cause, TypeError):
-                raise SourceError(f"{what} cannot be read: {reason}. Check task.storage_options.") from error
-            if attempt == TRIES or isinstance(cause, ValueError):
-                raise SourceError(f"{what} cannot be read: {reason}.") from error
+            if attempt == TRIES or is_for_good(cause):
+                advice = " Check task.storage_options." if isinstance(cause, TypeError) else ""
+                raise SourceError(f"{what} cannot be read: {reason}.{advice}") from error
             if attempt > 2:
                 print(f"note: {what} cannot be read: {without_secrets(reason)}. Trying again in {wait_s:g} s.", flush=True)
             _ending.wait(wait_s)
