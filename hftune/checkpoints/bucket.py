@@ -18,7 +18,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ from hftune.checkpoints.copying import (
     write_id,
 )
 from hftune.checkpoints.objects import RETRY_S, STAGED, Entry, Index, checkpoint_name, download, opened, patiently
-from hftune.checkpoints.resume import is_restarted, member
+from hftune.checkpoints.resume import Member, is_restarted, member
 from hftune.config.addresses import is_for_good
 from hftune.config.sections import CheckpointConfig
 from hftune.distributed.rounds import present_round
@@ -84,8 +84,8 @@ class Bucket:
         """Why the last attempt to upload failed; None if it did not."""
         self.config = CheckpointConfig()
         self._word = secrets.token_hex(8)
-        self._before = ""
-        """Who wrote there before."""
+        self._had: tuple[int, int] | None = None
+        """If it did not answer before training: ``progress_of`` the folder then."""
         self._taken_over = False
         self._leftovers: list[str] = []
         self._known: dict[str, tuple[Any, Entry]] = {}
@@ -94,37 +94,56 @@ class Bucket:
 
     # Before training
 
-    def claim(self, resume: str) -> list[str]:
-        """Take the address over, and bring the folder to what is there if that is newer. Return what a user should know.
+    def claim(self, resume: str, group: Sequence[Member] | None = None) -> list[str]:
+        """Bring the folder to what is there if that is newer. Return what a user should know.
+
+        Another process may go on writing there: a run that is refused, or fails before its first step, takes nothing from it.
+
+        Args:
+            group: see ``find_start``.
 
         Raises:
             ConfigError: it cannot be reached or written; or a different run is there.
         """
         try:
-            patiently(self._take, self.place, "output_dir")
+            self.index, self._leftovers = patiently(self._look, self.place, "output_dir")
         except ConfigError as error:
             if not (present_round() and steps(self.folder / CHECKPOINTS)):
                 raise
+            self._had = progress_of(self.folder)
             return [f"{error} This round goes on from {self.folder}."]  # and takes the address over once it answers
         found = self.index
-        if resume == "never" and not self._is_restart(found):
+        if resume == "never" and not self._is_restart(found, member() if group is None else group):
             return [f"{self.address} holds an earlier run; this run replaces it."] if found.files else []
         return self._fetch(found)
 
-    def _take(self) -> None:
-        """Let this process be the one that writes, after a look whether it may list, write and remove objects."""
-        found, who = self.place.read() or Index(), f"process {os.getpid()} on {socket.gethostname()}"
-        if found.writer != self._word:
-            self._before = found.who
-        self._leftovers = self.place.probe()
-        self.place.write(index := replace(found, writer=self._word, who=who))
-        self.index = index
+    def _look(self) -> tuple[Index, list[str]]:
+        """Return what is there, without a writer, after a look whether this process may list, write and remove objects."""
+        found, leftovers = self.place.read() or Index(), self.place.probe()
+        return replace(found, writer=""), leftovers
 
-    def _is_restart(self, found: Index) -> bool:
+    def _take(self) -> None:
+        """Let this process be the one that writes, and go on from what is there now.
+
+        Raises:
+            TakenOver: another run is there; or, if nothing was known of it before training, one that has come further.
+        """
+        who = f"process {os.getpid()} on {socket.gethostname()}"
+        while True:  # until nobody else writes in the same moment
+            found = self.place.read() or Index()
+            is_other = found.run not in ("", self.index.run or read_id(self.folder))
+            if is_other or (self._had is not None and (found.starts, found.step) > self._had):
+                raise TakenOver(f"{found.who} has gone on at {self.address} meanwhile")
+            self.place.write(index := replace(found, writer=self._word, who=who))
+            if self.place.read() == index:
+                self.index = index
+                return
+
+    def _is_restart(self, found: Index, group: Sequence[Member]) -> bool:
         """Whether the same job has written what is there, from another machine; see ``is_restarted``."""
         if not (self.folder / BEGUN).is_file() and BEGUN in found.files:
             self.place.get(BEGUN, {}, self.folder / BEGUN, "output_dir")
-        return is_restarted(self.folder, member())
+        return is_restarted(self.folder, group)
 
     def _fetch(self, found: Index) -> list[str]:
         has_steps = bool(steps(self.folder / CHECKPOINTS))
@@ -138,7 +157,7 @@ class Bucket:
             return []
         total = sum(entry["bytes"] for name, entry in found.files.items() if not name.startswith(CHECKPOINTS))
         total += sum(found.files[name]["bytes"] for name in found.of(checkpoint_name(found.checkpoints[-1])))
-        print(f"Fetching {total / 1e6:,.1f} MB from {self.address}, which {self._before} has written ...", flush=True)
+        print(f"Fetching {total / 1e6:,.1f} MB from {self.address}, which {found.who} has written ...", flush=True)
         incoming = self.folder / INCOMING
         remove(incoming)
         notices, have, models = self._receive(found, incoming)
@@ -303,7 +322,7 @@ class Bucket:
     def _check_writer(self) -> None:
         if not self.is_ours():
             raise TakenOver(f"{self.folder} was taken over by another process")
-        if not self.index.writer:  # it did not answer before
+        if not self.index.writer:  # this is the first upload
             self._take()
         found = self.place.read()
         if found is not None and found.writer != self.index.writer:

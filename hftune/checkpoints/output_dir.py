@@ -15,7 +15,7 @@ from hftune.checkpoints.bucket import Bucket
 from hftune.checkpoints.checkpointer import steps
 from hftune.checkpoints.export import read_about
 from hftune.checkpoints.lock import only_writer
-from hftune.checkpoints.resume import Start, check_finished, find_start, member, note_begun
+from hftune.checkpoints.resume import Member, Start, check_finished, find_start, member, note_begun
 from hftune.checkpoints.run_folder import OUT_OF_FOLD, PROFILE, REPORT, SAMPLE_IMAGES
 from hftune.checkpoints.train_state import Provenance, TrainState
 from hftune.config import Recipe
@@ -100,17 +100,16 @@ class OutputDir:
         if ProcessInfo.from_environment().is_main:
             check_writable(self.path)
             self.is_ours = self._held.enter_context(only_writer(self.path))
-            notices = self._claim_bucket()
-            self.start = find_start(self.recipe, callbacks=self.callbacks)
-            self.start.notices[:0] = notices
+            if is_address(address := str(self.recipe.output_dir)):
+                self.bucket = Bucket(address, self.path, self.is_ours)
+                self._held.push(self.bucket.finish)
+            self._find_start()
 
-    def _claim_bucket(self) -> list[str]:
-        """See ``Bucket.claim``."""
-        if not is_address(address := str(self.recipe.output_dir)):
-            return []
-        self.bucket = Bucket(address, self.path, self.is_ours)
-        self._held.push(self.bucket.finish)
-        return self.bucket.claim(self.recipe.resume)
+    def _find_start(self, group: Sequence[Member] | None = None) -> None:
+        """See ``Bucket.claim`` and ``find_start``."""
+        notices = [] if self.bucket is None else self.bucket.claim(self.recipe.resume, group)
+        self.start = find_start(self.recipe, group, self.callbacks)
+        self.start.notices[:0] = notices
 
     def check_finished(self, num_steps: int) -> None:
         """See ``resume.check_finished``."""
@@ -127,7 +126,7 @@ class OutputDir:
 
         def look() -> None:
             if self.recipe.resume == "never" and self.start.checkpoint is None:
-                self.start = find_start(self.recipe, group, self.callbacks)
+                self._find_start(group)
 
         strategy.on_main(look)
 
