@@ -2,8 +2,7 @@
 
 Only the main process writes there. What bucket.json lists is whole, see objects.py:
 
-- a checkpoint or model that replaces one of its name is uploaded beside it, ``bucket.json`` says so, and only then the objects
-  are copied to their names;
+- the objects of a checkpoint or model have names that no other one ever has, also if it takes the place of one;
 - logs grow, and a resume cuts them; so they are there before the checkpoint that they belong to, and are not compared.
 
 Losing the network costs time: what cannot be uploaded is tried again, until the end of the run and PATIENCE_S beyond.
@@ -21,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from hftune.checkpoints.copying import (
     INCOMING,
     MODELS,
     about,
+    by_unit,
     layout,
     place,
     progress_of,
@@ -40,7 +41,7 @@ from hftune.checkpoints.copying import (
     wanted,
     write_id,
 )
-from hftune.checkpoints.objects import RETRY_S, STAGED, Entry, Index, checkpoint_name, download, opened, patiently
+from hftune.checkpoints.objects import RETRY_S, Entry, Index, checkpoint_name, download, opened, patiently
 from hftune.checkpoints.resume import Member, is_restarted, member
 from hftune.config.addresses import is_for_good
 from hftune.config.sections import CheckpointConfig
@@ -87,7 +88,8 @@ class Bucket:
         self._had: tuple[int, int] | None = None
         """If it did not answer before training: ``progress_of`` the folder then."""
         self._taken_over = False
-        self._leftovers: list[str] = []
+        self._leftovers: set[str] = set()
+        """Objects to remove unless the list has them."""
         self._known: dict[str, tuple[Any, Entry]] = {}
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
@@ -106,7 +108,7 @@ class Bucket:
             ConfigError: it cannot be reached or written; or a different run is there.
         """
         try:
-            self.index, self._leftovers = patiently(self._look, self.place, "output_dir")
+            self.index, self._leftovers = patiently(self._look, self.place)
         except ConfigError as error:
             if not (present_round() and steps(self.folder / CHECKPOINTS)):
                 raise
@@ -117,7 +119,7 @@ class Bucket:
             return [f"{self.address} holds an earlier run; this run replaces it."] if found.files else []
         return self._fetch(found)
 
-    def _look(self) -> tuple[Index, list[str]]:
+    def _look(self) -> tuple[Index, set[str]]:
         """Return what is there, without a writer, after a look whether this process may list, write and remove objects."""
         found, leftovers = self.place.read() or Index(), self.place.probe()
         return replace(found, writer=""), leftovers
@@ -142,7 +144,7 @@ class Bucket:
     def _is_restart(self, found: Index, group: Sequence[Member]) -> bool:
         """Whether the same job has written what is there, from another machine; see ``is_restarted``."""
         if not (self.folder / BEGUN).is_file() and BEGUN in found.files:
-            self.place.get(BEGUN, {}, self.folder / BEGUN, "output_dir")
+            self.place.get(BEGUN, {}, self.folder / BEGUN)
         return is_restarted(self.folder, group)
 
     def _fetch(self, found: Index) -> list[str]:
@@ -174,7 +176,7 @@ class Bucket:
         have: dict[str, str] = {}
 
         def take(step: int) -> bool:
-            if (problem := download(self.place, found, incoming, step, "output_dir")) is not None:
+            if (problem := download(self.place, found, incoming, step)) is not None:
                 notices.append(problem)
                 return False
             manifest = json.loads((incoming / checkpoint_name(step) / "manifest.json").read_text(encoding="utf-8"))
@@ -192,7 +194,7 @@ class Bucket:
         for name, entry in found.files.items():
             if name.startswith(CHECKPOINTS) or unit_of(name) not in {name, *models}:
                 continue
-            is_there = self.place.get(name, entry, incoming / name, "output_dir")
+            is_there = self.place.get(name, entry, incoming / name)
             if not is_there or (unit_of(name) in models and sha256_of(incoming / name) != entry["sha256"]):
                 notices.append(f"Skipped {self.address}/{unit_of(name)}: {Path(name).name} is missing or has changed.")
                 models.discard(unit_of(name))
@@ -252,35 +254,37 @@ class Bucket:
             Exception: the network is down, or whatever a library raises.
         """
         self._check_writer()
-        self._move_staged()  # a kill, or the network, came between
-        outgoing, before = self.folder / OUTGOING, self.index.files
+        outgoing = self.folder / OUTGOING
         try:
             files = self._pin(outgoing)
             run, (starts, step) = read_id(self.folder), progress_of(outgoing)
-            if run == self.index.run:
-                files |= self._kept(files, step)
-            changed = [name for name, entry in files.items() if before.get(name) != entry]
-            staged = {name: f"{STAGED}/{name}" for name in changed if unit_of(name) != name and name in before}
-            for name in sorted(changed, key=lambda name: (name.startswith(CHECKPOINTS), name.endswith("manifest.json"), name)):
-                self.place.put(outgoing / name, staged.get(name, name), files[name]["sha256"])
+            if self.index.run not in ("", run):  # a kill must not leave its list with files of this one
+                self._commit(replace(self.index, run=run, starts=0, step=0, files={}))
+            files = self._named(files)
+            changed = [name for name, entry in files.items() if self.index.files.get(name) != entry]
+            self._leftovers |= {files[name]["at"] for name in changed if "at" in files[name]}  # until the list has them
+            for name in sorted(changed, key=lambda name: (name.startswith(CHECKPOINTS), name)):
+                self._check_writer()
+                self.place.put(outgoing / name, files[name].get("at", name), files[name]["sha256"])
         finally:
             remove(outgoing)
-        at = {name: {**files[name], "at": other} for name, other in staged.items()}
-        self._commit(replace(self.index, run=run, starts=starts, step=step, files=files | at))
-        self._move_staged()
-        for name in {*before, *self._leftovers} - {*files}:
+        self._commit(replace(self.index, run=run, starts=starts, step=step, files=self._kept(files, step) | files))
+        for name in self._leftovers - self.index.objects:
+            self._check_writer()
             self.place.remove(name)
-        self._leftovers = []
+            self._leftovers.remove(name)
 
-    def _move_staged(self) -> None:
-        """Put what was uploaded beside the one before into its place."""
-        staged = {name: entry["at"] for name, entry in self.index.files.items() if "at" in entry}
-        for name, other in staged.items():
-            self.place.copy(other, name, self.index.files[name]["sha256"])
-        entries = {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in self.index.files.items()}
-        self._commit(replace(self.index, files=entries))
-        for other in staged.values():
-            self.place.remove(other)
+    def _named(self, files: dict[str, Entry]) -> dict[str, Entry]:
+        """Give each checkpoint and model objects of its own, which nothing replaces; one that is there as it is has them."""
+        named = {**files}
+        for unit, names in by_unit(files).items():
+            known = {name: self.index.files[name] for name in self.index.of(unit)}
+            if {name: one["sha256"] for name, one in known.items()} == {name: files[name]["sha256"] for name in names}:
+                named |= known
+            elif names != [unit]:
+                word = sha256("".join([self._word, *(files[name]["sha256"] for name in names)]).encode()).hexdigest()[:16]
+                named |= {name: {**files[name], "at": f"{unit}/{word}{name.removeprefix(unit)}"} for name in names}
+        return named
 
     def _pin(self, outgoing: Path) -> dict[str, Entry]:
         """Link what is to be uploaded as it is at one moment, but what grows is copied; return what the index says of it."""
@@ -331,6 +335,7 @@ class Bucket:
     def _commit(self, index: Index) -> None:
         if index != self.index:
             self._check_writer()
+            self._leftovers |= self.index.objects
             self.place.write(index)
             self.index = index
 

@@ -96,7 +96,7 @@ def wanted(folder: Path) -> dict[str, list[str]]:
     found += [path for root in roots for path in (folder / root).rglob("*")]
     parts = [path.relative_to(folder).parts for path in found if path.is_file()]
     seen = ["/".join(names) for names in parts if not any(name.startswith(".") for name in names)]
-    return by_unit([*seen, BEGUN])
+    return by_unit([*seen, *([BEGUN] if (folder / BEGUN).is_file() else [])])
 
 
 def by_unit(names: Iterable[str]) -> dict[str, list[str]]:

@@ -1,7 +1,8 @@
 """A run's objects in a bucket: how they are listed, read and written, and brought to this machine. Independent of training.
 
-The objects have the names of the files of an output folder, so that any tool can read them. ``bucket.json`` is written last: it
-lists them with their SHA-256, and says which run they are and which process writes.
+The objects have the names of the files of an output folder, those of a checkpoint or model with a word inside that nothing else
+has: checkpoints/step_00000010/4f0c.../manifest.json. ``bucket.json`` is written last: it lists them with their SHA-256, and says
+which run they are and which process writes.
 """
 
 from __future__ import annotations
@@ -30,8 +31,6 @@ from hftune.errors import ConfigError, first_line
 
 INDEX = "bucket.json"
 PROBE = ".probe"
-STAGED = ".new"
-"""Folder in the bucket of what is to take the place of a checkpoint or a model."""
 START_S = 60.0
 """In which a bucket has to answer, or to send something, before training and in commands."""
 RETRY_S = 2.0
@@ -62,6 +61,11 @@ class Index:
         """The steps of the checkpoints, ascending."""
         return sorted({int(unit_of(name).rpartition("_")[2]) for name in self.files if name.startswith(f"{CHECKPOINTS}/step_")})
 
+    @property
+    def objects(self) -> set[str]:
+        """The names of the objects."""
+        return {entry.get("at", name) for name, entry in self.files.items()}
+
     def of(self, unit: str) -> list[str]:
         """Return the files of a checkpoint or a model."""
         return [name for name in self.files if unit_of(name) == unit]
@@ -73,10 +77,15 @@ def checkpoint_name(step: int) -> str:
 
 
 class Place:
-    """An address, and the objects under it. Errors are those of the library."""
+    """An address, and the objects under it. Errors are those of the library.
 
-    def __init__(self, address: str):
-        self.address = address
+    Args:
+        address: without keys and endpoints.
+        key: what a user has named with it, for messages.
+    """
+
+    def __init__(self, address: str, key: str):
+        self.address, self.key = address, key
         self.fs, self._root = file_system(address)
         self.moved_at = time.monotonic()
         """When bytes were last on their way."""
@@ -96,9 +105,12 @@ class Place:
         except FileNotFoundError:
             return None
         try:
-            return Index(**values)
+            index = Index(**values)
         except TypeError as error:
             raise ConfigError(f"{self.address}/{INDEX} was written by a different version of hftune, or by none.") from error
+        for name in {*index.files, *index.objects}:
+            inside(name)
+        return index
 
     def write(self, index: Index) -> None:
         """Say what is there now."""
@@ -112,47 +124,40 @@ class Place:
             self._sent[name] = sha256
             self.moved()
 
-    def get(self, name: str, entry: Entry, file: Path, key: str) -> bool:
+    def get(self, name: str, entry: Entry, file: Path) -> bool:
         """Download a file, see ``patiently``; return whether it is there."""
         part = file.with_name(f"{file.name}.part")
         part.parent.mkdir(parents=True, exist_ok=True)
 
         def get() -> bool:
             try:
-                self.fs.get_file(f"{self._root}/{inside(entry.get('at', name))}", str(part), callback=self._meter)
+                self.fs.get_file(f"{self._root}/{entry.get('at', name)}", str(part), callback=self._meter)
             except FileNotFoundError:
                 return False
             return True
 
-        if is_there := patiently(get, self, key):
+        if is_there := patiently(get, self):
             part.rename(file)
         return is_there
 
-    def copy(self, name: str, other: str, sha256: str) -> None:
-        """Copy an object inside the bucket, unless an attempt before has."""
-        if self._sent.get(other) != sha256:
-            self.fs.cp_file(f"{self._root}/{name}", f"{self._root}/{other}")
-            self._sent[other] = sha256
-            self.moved()
-
-    def probe(self) -> list[str]:
+    def probe(self) -> set[str]:
         """Write an object, remove it, and list those among which may be some that nothing lists, as a kill came before."""
         self.fs.pipe_file(f"{self._root}/{PROBE}", b"a new object\n")
         self.remove(PROBE)
-        names = [name for folder in (CHECKPOINTS, STAGED) for name in self.fs.find(f"{self._root}/{folder}")]
-        return [name.partition(f"{self._root}/")[2] for name in names]
+        names = [name for folder in (CHECKPOINTS, *MODELS) for name in self.fs.find(f"{self._root}/{folder}")]
+        return {name.partition(f"{self._root}/")[2] for name in names}
 
     def remove(self, name: str) -> None:
         """Remove an object."""
+        self._sent.pop(name, None)  # also if the answer is lost
         with suppress(FileNotFoundError):
             self.fs.rm_file(f"{self._root}/{name}")
-        self._sent.pop(name, None)
 
 
 def opened(address: str, key: str) -> Place:
     """Return an address as a place, or raise ConfigError if the package of its protocol is missing."""
     try:
-        return Place(address)
+        return Place(address, key)
     except Exception as error:  # whatever a library raises
         raise what_is_wrong(key, address, error) from error
 
@@ -161,11 +166,11 @@ def check_bucket(output_dir: str) -> None:
     """Raise ConfigError if ``output_dir`` is an address at which objects cannot be read, written and removed."""
     if is_address(output_dir):
         place = opened(output_dir, "output_dir")
-        patiently(place.read, place, "output_dir")
-        patiently(place.probe, place, "output_dir")
+        patiently(place.read, place)
+        patiently(place.probe, place)
 
 
-def patiently(action: Callable[[], T], place: Place, key: str) -> T:
+def patiently(action: Callable[[], T], place: Place) -> T:
     """Do something with a bucket, again and again if the network fails, until nothing has moved for START_S.
 
     Raises:
@@ -181,7 +186,7 @@ def patiently(action: Callable[[], T], place: Place, key: str) -> T:
                 done.append(action())
             except Exception as error:  # whatever a library raises
                 if is_for_good(error) or time.monotonic() + wait_s > place.moved_at + START_S:
-                    failed.append(what_is_wrong(key, place.address, error))
+                    failed.append(what_is_wrong(place.key, place.address, error))
                     return
                 reason = f"{place.address} cannot be reached: {first_line(error)}"
                 print(f"note: {reason}. Trying again for {START_S:g} s.", file=sys.stderr, flush=True)
@@ -195,19 +200,20 @@ def patiently(action: Callable[[], T], place: Place, key: str) -> T:
         thread.join(0.1)
     if done:
         return done[0]
-    failed.append(ConfigError(f"{key}={place.address} does not answer. Check the network and the endpoint."))
+    failed.append(ConfigError(f"{place.key}={place.address} does not answer. Check the network and the endpoint."))
     raise failed[0]
 
 
-def download(place: Place, index: Index, folder: Path, step: int, key: str) -> str | None:
+def download(place: Place, index: Index, folder: Path, step: int) -> str | None:
     """Download a checkpoint; return why it cannot be used, None if it can."""
     unit = checkpoint_name(step)
-    missing = next((name for name in index.of(unit) if not place.get(name, index.files[name], folder / name, key)), None)
+    missing = next((name for name in index.of(unit) if not place.get(name, index.files[name], folder / name)), None)
     try:
         if missing is None:
             verify(folder / unit)
-            return None
-        reason = f"{Path(missing).name} is missing"
+            if sha256_of(folder / unit / "manifest.json") == index.files[f"{unit}/manifest.json"]["sha256"]:
+                return None
+        reason = "manifest.json is of another checkpoint" if missing is None else f"{Path(missing).name} is missing"
     except BrokenCheckpoint as error:
         reason = str(error)
     remove(folder / unit)
@@ -232,11 +238,11 @@ def fetched(address: str, *parts: str, key: str = "the run") -> Path:
     place, folder = opened(root, key), cache_dir() / "runs" / root.partition(":")[0] / local_name(root)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock", mode=0o666):  # processes of this machine may do the same
-        renew(place, folder, {*parts, rest}, key)
+        renew(place, folder, {*parts, rest})
     return folder / rest
 
 
-def renew(place: Place, folder: Path, parts: set[str], key: str) -> None:
+def renew(place: Place, folder: Path, parts: set[str]) -> None:
     """Bring a copy of a run to what is in its bucket now; of checkpoints and models, only these parts."""
     index = place.read()
     if index is None:
@@ -260,7 +266,7 @@ def renew(place: Place, folder: Path, parts: set[str], key: str) -> None:
         total = sum(index.files[name]["bytes"] for name in names)
         print(f"Fetching {total / 1e6:,.1f} MB from {place.address} ...", file=sys.stderr, flush=True)
     for name in names:
-        is_there = place.get(name, index.files[name], folder / name, key)
+        is_there = place.get(name, index.files[name], folder / name)
         if not is_there or (unit_of(name) != name and sha256_of(folder / name) != index.files[name]["sha256"]):
             raise ConfigError(f"{place.address}/{name} is missing or has changed since it was written.")
         have[name] = index.files[name]

@@ -50,6 +50,14 @@ def listed(address: str) -> dict:
     return json.loads(MEMORY.cat(f"{path_of(address)}/bucket.json"))
 
 
+def index_of(address: str) -> objects.Index:
+    return objects.Index(**listed(address))
+
+
+def object_of(address: str, name: str) -> str:
+    return f"{path_of(address)}/{listed(address)['files'][name].get('at', name)}"
+
+
 def objects_of(address: str) -> set[str]:
     return {name.removeprefix(f"{path_of(address)}/") for name in MEMORY.find(path_of(address))}
 
@@ -113,7 +121,7 @@ def test_a_folder_may_take_the_place_of_a_bucket(tmp_path):
     fresh = Machine(tmp_path / "fresh", address)
     assert fresh.claim() == [] and steps(fresh.folder / "checkpoints") == [20]
     assert (fresh.folder / "model/config.json").read_text() == "{} 20 0.0"
-    kept = {path.parent.name for path in (tmp_path / "disk/run/checkpoints").glob("*/manifest.json")}
+    kept = {path.parts[-3] for path in (tmp_path / "disk/run/checkpoints").glob("*/*/manifest.json")}
     assert kept == {"step_00000020"}
 
 
@@ -124,7 +132,7 @@ def test_old_checkpoints_leave_the_bucket_once_the_new_list_is_there(here, addre
     here.bucket.upload()
     assert {name.split("/")[1] for name, _ in seen if name.startswith("checkpoints")} == {"step_00000010"}
     assert {step for _, step in seen} == {20}
-    assert objects.Index(**listed(address)).checkpoints == [20]
+    assert index_of(address).checkpoints == [20]
 
 
 def test_the_bucket_keeps_what_the_folder_keeps_also_if_a_fresh_machine_has_fetched_less(make, address):
@@ -138,18 +146,18 @@ def test_the_bucket_keeps_what_the_folder_keeps_also_if_a_fresh_machine_has_fetc
     assert steps(second.folder / "checkpoints") == [10, 20]  # the newest, and that of the best model
     second.train(30, best=10)
     second.bucket.upload()
-    assert objects.Index(**listed(address)).checkpoints == [10, 20, 30]
+    assert index_of(address).checkpoints == [10, 20, 30]
     second.train(40, best=40)
     second.bucket.upload()
-    assert objects.Index(**listed(address)).checkpoints == [30, 40]
+    assert index_of(address).checkpoints == [30, 40]
 
 
 @pytest.mark.parametrize("step, value", [(20, 0.0), (10, 1.0)], ids=["the next", "the same step again"])
 def test_a_kill_in_the_midst_of_an_upload_leaves_what_was_there_and_no_rubbish(here, make, address, monkeypatch, step, value):
     seen = set()
     here.train(step, value)
-    originals = {name: getattr(objects.Place, name) for name in ("put", "write", "copy", "remove")}
-    for number in range(3, 60):  # the first two claim the address
+    originals = {name: getattr(objects.Place, name) for name in ("put", "write", "remove")}
+    for number in range(2, 60):  # the first one is a look whether this process may remove objects
         calls = count(1)
 
         def cut(name, calls=calls, number=number):
@@ -179,7 +187,7 @@ def test_a_kill_in_the_midst_of_an_upload_leaves_what_was_there_and_no_rubbish(h
     last = make("last")
     last.claim()
     last.bucket.upload()
-    assert objects_of(address) == {*listed(address)["files"], "bucket.json"} and listed(address)["step"] == step
+    assert objects_of(address) == index_of(address).objects | {"bucket.json"} and listed(address)["step"] == step
 
 
 def test_a_damaged_or_missing_object_costs_one_checkpoint_and_is_said(make, address):
@@ -188,10 +196,10 @@ def test_a_damaged_or_missing_object_costs_one_checkpoint_and_is_said(make, addr
     for step in (10, 20, 30):
         first.train(step)
         first.bucket.upload()
-    folder = f"{path_of(address)}/checkpoints"
-    whole = MEMORY.cat(f"{folder}/step_00000030/model.safetensors")
-    MEMORY.pipe(f"{folder}/step_00000030/model.safetensors", whole[:-1] + bytes([whole[-1] ^ 1]))
-    MEMORY.rm(f"{folder}/step_00000020/progress.json")
+    weights = object_of(address, "checkpoints/step_00000030/model.safetensors")
+    whole = MEMORY.cat(weights)
+    MEMORY.pipe(weights, whole[:-1] + bytes([whole[-1] ^ 1]))
+    MEMORY.rm(object_of(address, "checkpoints/step_00000020/progress.json"))
     fresh = make("fresh", keep=3)
     assert fresh.claim() == [
         f"Skipped {address}/checkpoints/step_00000030: model.safetensors has changed since it was written (its SHA-256 differs).",
@@ -199,8 +207,8 @@ def test_a_damaged_or_missing_object_costs_one_checkpoint_and_is_said(make, addr
     ]
     assert steps(fresh.folder / "checkpoints") == [10]
     fresh.bucket.upload()
-    assert objects.Index(**listed(address)).checkpoints == [10]
-    MEMORY.pipe(f"{folder}/step_00000010/progress.json", b"{}")
+    assert index_of(address).checkpoints == [10]
+    MEMORY.pipe(object_of(address, "checkpoints/step_00000010/progress.json"), b"{}")
     with pytest.raises(
         ConfigError, match=r"step_00000010: progress.json has 2 bytes .* No intact checkpoint is left\. resume=never"
     ):
@@ -208,7 +216,7 @@ def test_a_damaged_or_missing_object_costs_one_checkpoint_and_is_said(make, addr
 
 
 def test_a_damaged_model_is_left_out_and_said(here, make, address):
-    MEMORY.pipe(f"{path_of(address)}/model/config.json", b"{}")
+    MEMORY.pipe(object_of(address, "model/config.json"), b"{}")
     fresh = make("fresh")
     assert fresh.claim() == [f"Skipped {address}/model: config.json is missing or has changed."]
     assert not (fresh.folder / "model").exists() and steps(fresh.folder / "checkpoints") == [10]
@@ -234,12 +242,14 @@ def test_another_run_is_not_mixed_with_the_one_in_the_bucket(here, make, address
         other.claim()
     assert other.claim("never") == [f"{address} holds an earlier run; this run replaces it."]
     other.bucket.upload()
-    assert objects_of(address) == {*listed(address)["files"], "bucket.json"}
-    assert (listed(address)["run"], objects.Index(**listed(address)).checkpoints) == ("another one", [5])
+    assert objects_of(address) == index_of(address).objects | {"bucket.json"}
+    assert (listed(address)["run"], index_of(address).checkpoints) == ("another one", [5])
 
 
 def test_who_comes_later_has_the_address_and_the_other_one_says_so(here, make, address, capsys):
-    make("later").claim()
+    later = make("later")
+    later.claim()
+    later.bucket.upload()
     before = objects_of(address)
     here.train(20)
     here.bucket.begin(here.config)
@@ -300,12 +310,133 @@ def test_a_bucket_that_does_not_answer_is_named_before_training_unless_a_later_r
         assert "Trying again for 0.2 s." in capsys.readouterr().err
         patch.setenv("HFTUNE_ROUND", "3")
         assert "This round goes on from" in here.claim()[0]
-    later = make("later")
-    later.claim()
     here.train(20)
-    here.bucket.index = objects.Index()  # as of a new process
     here.bucket.upload()
     assert listed(here.address)["step"] == 20
+
+
+def test_a_round_that_did_not_reach_the_bucket_leaves_it_to_one_that_has_come_further(here, make, monkeypatch):
+    def cat_file(*_, **__):
+        raise TimeoutError("nobody is there")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(MEMORY), "cat_file", cat_file)
+        patch.setenv("HFTUNE_ROUND", "3")
+        again = make("here")
+        again.claim()
+    other = make("other")
+    other.claim()
+    other.train(20)
+    other.bucket.upload()
+    with pytest.raises(module.TakenOver, match="has gone on at memory://"):
+        again.bucket.upload()
+    assert listed(here.address)["step"] == 20
+
+
+def test_a_command_that_is_refused_or_only_looks_takes_nothing_from_the_job_that_runs(here, make, address):
+    other = make("other")
+    other.train(5)
+    write_id(other.folder, "another one")
+    with pytest.raises(ConfigError, match="holds a different run"):
+        other.claim()
+    make("fresh").claim()  # a key is mistyped, say
+    here.train(20)
+    here.bucket.upload()
+    assert listed(address)["step"] == 20
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_one_job_lists_while_another_takes_over_is_not_lost(here, make, address, monkeypatch, when):
+    fresh = make("fresh")
+    fresh.claim()
+    here.train(20)
+    write, taken = fresh.bucket.place.write, []
+
+    def cross(index):
+        """Let the other one write after this one has read; or just after this one has written."""
+        write(index)
+        if not taken:
+            monkeypatch.setattr(here.bucket, "_check_writer", lambda: None)
+            taken.append(here.bucket.upload())
+
+    if when == "before":
+        here.bucket.upload()
+    else:
+        monkeypatch.setattr(fresh.bucket.place, "write", cross)
+    fresh.bucket._take()
+    assert fresh.bucket.index == index_of(address) and fresh.bucket.index.checkpoints == [20]
+    assert index_of(address).writer == fresh.bucket._word and index_of(address).objects <= objects_of(address)
+
+
+def test_a_job_that_was_replaced_writes_over_nothing_of_the_new_one(here, make, address, monkeypatch):
+    fresh, put, done = make("fresh"), here.bucket.place.put, []
+
+    def late(file, name, sha256):
+        if not done and file.name == "model.safetensors":
+            done.append(fresh.claim("never"))
+            fresh.train(20, 7.0)
+            fresh.bucket.upload()
+        put(file, name, sha256)
+
+    monkeypatch.setattr(here.bucket.place, "put", late)
+    here.train(20, 5.0)
+    with pytest.raises(module.TakenOver):
+        here.bucket.upload()
+    third = make("third")
+    assert third.claim() == [] and read_id(third.folder) == "run of fresh"
+    assert open_checkpoint(third.folder / "checkpoints/step_00000020").tensors["model"]["weight"][0] == 27
+    MEMORY.pipe(object_of(address, "checkpoints/step_00000020/manifest.json"), b"{}")
+    with pytest.raises(ConfigError, match="No intact checkpoint"):
+        make("fourth").claim()
+
+
+def test_a_checkpoint_with_another_manifest_than_the_list_names_is_skipped(here, make, address):
+    other = Machine(here.folder.with_name("other"), f"{address}2")
+    other.claim()
+    other.train(10, 5.0)
+    other.bucket.upload()
+    for file in listed(address)["files"]:
+        if file.startswith("checkpoints"):
+            MEMORY.pipe(object_of(address, file), MEMORY.cat(object_of(f"{address}2", file)))
+    with pytest.raises(ConfigError, match=r"step_00000010: manifest.json is of another checkpoint\."):
+        make("fresh").claim()
+
+
+def test_a_run_that_replaces_another_one_is_not_taken_for_it_after_a_kill(here, make, address, monkeypatch):
+    fresh = make("fresh")
+    assert "this run replaces it" in fresh.claim("never")[0]
+    (fresh.folder / "ledger.jsonl").write_text("")
+
+    def put(*_):
+        raise ConnectionError("killed here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fresh.bucket.place, "put", put)
+        with pytest.raises(ConnectionError):
+            fresh.bucket.upload()
+    assert (listed(address)["run"], listed(address)["files"]) == ("run of fresh", {})
+    fresh.bucket.upload()
+    assert objects_of(address) == index_of(address).objects | {"bucket.json"}
+
+
+def test_what_could_not_be_removed_is_removed_by_the_next_upload(here, address, monkeypatch):
+    here.train(20)
+    rm_file = type(MEMORY).rm_file
+
+    def lost(self, path):
+        rm_file(self, path)
+        raise ConnectionError("the answer is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(MEMORY), "rm_file", lost)
+        with pytest.raises(ConnectionError):
+            here.bucket.upload()
+    (here.folder / ".begun").unlink()
+    here.train(30)
+    here.bucket.upload()
+    assert objects_of(address) == index_of(address).objects | {"bucket.json"} and listed(address)["step"] == 30
+    (here.folder / ".begun").unlink()  # which holds up nothing
+    here.bucket.upload()
 
 
 def test_a_library_that_waits_for_ever_is_not_waited_for(here, monkeypatch):
@@ -390,9 +521,12 @@ def test_the_working_copy_is_named_after_bucket_and_run():
     assert local_folder("outputs/a") == Path("outputs/a")
 
 
-def test_a_name_in_the_list_that_leads_out_of_the_folder_is_refused(here, make, address):
+@pytest.mark.parametrize(
+    "name, at", [("../../evil.json", {}), ("../../evil.json", {"at": "x"}), ("a.json", {"at": "../x"})], ids=str
+)
+def test_a_name_in_the_list_that_leads_out_of_the_folder_is_refused(here, make, address, name, at):
     found = listed(address)
-    found["files"]["../../evil.json"] = {"bytes": 1, "sha256": "x"}
+    found["files"][name] = {"bytes": 1, "sha256": "x", **at}
     MEMORY.pipe(f"{path_of(address)}/bucket.json", json.dumps(found).encode())
     with pytest.raises(ConfigError, match="leads out of the output folder"):
         make("fresh").claim()
@@ -432,7 +566,7 @@ def test_a_run_whose_folder_is_gone_is_resumed_or_found_finished(address, capsys
     result = go()
     assert result.steps == 7 and "Resuming from step 4 of 7" in capsys.readouterr().out
     weights = (result.output_dir / "model_last/model.safetensors").read_bytes()
-    assert MEMORY.cat(f"{path_of(address)}/model_last/model.safetensors") == weights
+    assert MEMORY.cat(object_of(address, "model_last/model.safetensors")) == weights
     assert [start["after_step"] for start in audit(address).starts] == [0, 4] and not audit(address).problems
     alone = train(Recipe.load("yelp_demo", *WORDS, f"output_dir={tmp_path / 'alone'}"))
     assert (alone.output_dir / "model_last/model.safetensors").read_bytes() == weights
@@ -440,7 +574,7 @@ def test_a_run_whose_folder_is_gone_is_resumed_or_found_finished(address, capsys
     assert go().steps == 7 and f"{address} is finished: 7 steps" in capsys.readouterr().out
     again = train(Recipe.load(f"{address}/recipe.yaml", f"output_dir={tmp_path / 'again'}", "train.max_steps=1"))
     assert again.steps == 1 and again.output_dir == tmp_path / "again"
-    step = objects.Index(**listed(address)).checkpoints[0]
+    step = index_of(address).checkpoints[0]
     words = (f"resume={address}/checkpoints/step_{step:08d}", f"output_dir={tmp_path / 'branch'}", "train.lr=1e-5")
     branch = train(Recipe.load("yelp_demo", *WORDS, *words))
     assert branch.steps == 7 and audit(branch.output_dir).starts[-1]["after_step"] == step
@@ -455,6 +589,6 @@ def test_the_same_command_uploads_what_a_lost_network_left_behind(address, monke
         patch.setattr(type(MEMORY), "put_file", put_file)
         with pytest.raises(TrainingError, match=r"has what was saved, but memory://.* has not: ConnectionError: no route"):
             train(recipe)
-    assert (recipe.folder / "result.json").is_file() and objects_of(address) == {"bucket.json"}
+    assert (recipe.folder / "result.json").is_file() and not listed(address)["files"]
     assert train(recipe).steps == 2 and "is finished: 2 steps" in capsys.readouterr().out
-    assert {"result.json", "model/model.safetensors", "report.html"} <= objects_of(address)
+    assert {"result.json", "model/model.safetensors", "report.html"} <= listed(address)["files"].keys()
