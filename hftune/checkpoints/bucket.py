@@ -24,7 +24,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from hftune.atomic import remove, sha256_of
+from hftune.atomic import remove, sha256_of, write_text
 from hftune.checkpoints.checkpointer import steps
 from hftune.checkpoints.copying import (
     BEGUN,
@@ -50,12 +50,16 @@ from hftune.errors import ConfigError, TrainingError, first_line
 
 OUTGOING = ".outgoing"
 """Folder on this machine of what is being uploaded: links, which keep the contents whatever becomes of the names."""
+ADDRESS = ".address"
+"""File in a working copy: what it is a copy of."""
 ATTEMPTS = 100
 """To link what is to be uploaded, while it may be replaced."""
 LOOK_S = 1.0
 """Between two looks for a new checkpoint or model."""
 LOGS_S = 60.0
-"""After which logs are uploaded also without one."""
+"""After which logs are uploaded also without one,"""
+LOGS_SHARE = 10
+"""or this many times as long as that took before."""
 PATIENCE_S = 600.0
 """Without a byte sent, after which the end of a run waits no longer."""
 ROUND_S = 30.0
@@ -78,8 +82,8 @@ class Bucket:
     """
 
     def __init__(self, address: str, folder: Path, is_ours: Callable[[], bool]):
-        self.address, self.folder, self.is_ours = address, folder, is_ours
-        self.place = opened(address, "output_dir")
+        self.address, self.folder, self.is_ours = address.rstrip("/"), folder, is_ours
+        self.place = opened(self.address, "output_dir")
         self.index = Index()
         self.failure: str | None = None
         """Why the last attempt to upload failed; None if it did not."""
@@ -87,7 +91,8 @@ class Bucket:
         self._word = secrets.token_hex(8)
         self._had: tuple[int, int] | None = None
         """If it did not answer before training: ``progress_of`` the folder then."""
-        self._taken_over = False
+        self._is_over = False
+        """Whether nothing more may be uploaded."""
         self._leftovers: set[str] = set()
         """Objects to remove unless the list has them."""
         self._known: dict[str, tuple[Any, Entry]] = {}
@@ -148,7 +153,12 @@ class Bucket:
         return is_restarted(self.folder, group)
 
     def _fetch(self, found: Index) -> list[str]:
-        has_steps = bool(steps(self.folder / CHECKPOINTS))
+        has_steps, note = bool(steps(self.folder / CHECKPOINTS)), self.folder / ADDRESS
+        if has_steps and note.is_file() and (other := note.read_text(encoding="utf-8")) != self.address:
+            raise ConfigError(
+                f"output_dir={self.address} has the same working copy on this machine as {other}, {self.folder}, which holds a "
+                "run of that one. Remove that folder, or set output_dir=... to an address of another name."
+            )
         if has_steps and found.run and read_id(self.folder) != found.run:
             raise ConfigError(
                 f"output_dir={self.address} holds a different run than its working copy on this machine, {self.folder}. Remove "
@@ -209,19 +219,22 @@ class Bucket:
         self.config = config
         if not read_id(self.folder):
             write_id(self.folder, secrets.token_hex(8))
+        write_text(self.folder / ADDRESS, self.address)
         self._thread = threading.Thread(target=self._follow, name="hftune bucket", daemon=True)
         self._thread.start()
 
     def _follow(self) -> None:
-        seen, uploaded_at, failed_at, wait_s = None, 0.0, 0.0, RETRY_S
-        while not self._taken_over:
+        seen, uploaded_at, failed_at, wait_s, logs_s = None, 0.0, 0.0, RETRY_S, LOGS_S
+        while not self._is_over:
             is_last, now = self._ends.is_set(), time.monotonic()
             try:
                 changed = None
                 with suppress(FileNotFoundError):  # it is just being replaced
                     changed = layout(self.folder)
-                if is_last or changed != seen or now > uploaded_at + LOGS_S:
+                if is_last or changed != seen or now > uploaded_at + logs_s:
                     self.upload()
+                    if changed == seen:  # whole logs: the longer they are, the more rarely
+                        logs_s = max(LOGS_S, LOGS_SHARE * (time.monotonic() - now))
                     seen, uploaded_at = changed, now
                     if self.failure is not None:
                         print(f"note: {self.address} is up to date again, after {now - failed_at:.0f} s.", flush=True)
@@ -230,7 +243,9 @@ class Bucket:
                         return
                 self._ends.wait(LOOK_S)
             except TakenOver as error:
-                self._taken_over, self.failure = True, str(error)
+                if self._is_over:  # the run has ended without it
+                    return
+                self._is_over, self.failure = True, str(error)
                 print(f"warning: {error}. Nothing more is uploaded; training continues in {self.folder}.", flush=True)
             except Exception as error:  # whatever a library raises: training is worth more than its copy
                 if self.failure is None:
@@ -324,7 +339,7 @@ class Bucket:
         return {name: entry for name, entry in self.index.files.items() if unit_of(name) in units and name not in files}
 
     def _check_writer(self) -> None:
-        if not self.is_ours():
+        if self._is_over or not self.is_ours():
             raise TakenOver(f"{self.folder} was taken over by another process")
         if not self.index.writer:  # this is the first upload
             self._take()
@@ -347,7 +362,16 @@ class Bucket:
         Raises:
             TrainingError: it could not be uploaded, and nothing else has failed.
         """
-        if self._thread is None or kind is KeyboardInterrupt:
+        if self._thread is None:
+            return
+        try:
+            self._wait(kind)
+        finally:  # what it is doing comes to an end, and no more: the folder may be another run's from here on
+            self._is_over = True
+            self._ends.set()
+
+    def _wait(self, kind: type[BaseException] | None) -> None:
+        if kind is KeyboardInterrupt or self._thread is None:
             return
         began, patience_s = time.monotonic(), ROUND_S if present_round() is not None and kind is not None else PATIENCE_S
         self.place.moved_at = began
@@ -363,7 +387,7 @@ class Bucket:
             print(f"{self.address} has everything; the last upload took {waited}.", flush=True)
             return
         why = self.failure or "the last upload did not come to an end"
-        then = "" if self._taken_over else " The same command on this machine uploads the rest."
+        then = "" if self._is_over else " The same command on this machine uploads the rest."
         text = f"{self.folder} has what was saved, but {self.address} has not: {why} (waited {waited}).{then}"
         if kind is None:
             raise TrainingError(text)
@@ -373,7 +397,7 @@ class Bucket:
 def pin(file: Path, other: Path) -> None:
     """Keep the contents that a file has now under another name: by a link, or a copy of what grows."""
     other.parent.mkdir(parents=True, exist_ok=True)
-    if file.suffix != ".jsonl" and "tensorboard" not in file.parts:
+    if file.suffix != ".jsonl" and not file.name.startswith("events.out"):
         with suppress(OSError):  # this file system may have no links
             os.link(file, other)
             return

@@ -1,8 +1,8 @@
 """A run's objects in a bucket: how they are listed, read and written, and brought to this machine. Independent of training.
 
-The objects have the names of the files of an output folder, those of a checkpoint or model with a word inside that nothing else
-has: checkpoints/step_00000010/4f0c.../manifest.json. ``bucket.json`` is written last: it lists them with their SHA-256, and says
-which run they are and which process writes.
+The objects have the names of the files of an output folder; those of a checkpoint or model have a word in between that no other
+one has: checkpoints/step_00000010/4f0c.../manifest.json. ``bucket.json`` is written last: it lists them with their SHA-256, and
+says which run they are and which process writes.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from filelock import FileLock
+from fsspec import AbstractFileSystem
 from fsspec.callbacks import Callback as Meter
+from fsspec.implementations.local import LocalFileSystem
 
-from hftune.atomic import remove, sha256_of, write_text
+from hftune.atomic import atomic_path, remove, sha256_of, write_text
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, path_of, verify
 from hftune.checkpoints.copying import CHECKPOINTS, MODELS, inside, unit_of
 from hftune.checkpoints.export import ABOUT
@@ -92,37 +95,52 @@ class Place:
         self._sent: dict[str, str] = {}
         """The SHA-256 of what this process has put there, by name."""
         self._meter = Meter()
-        self._meter.relative_update = self.moved
+        self._meter.call = self.moved  # all its methods do
+        self._is_local = isinstance(self.fs, LocalFileSystem)
 
-    def moved(self, _: int = 1) -> None:
+    def moved(self, **_: Any) -> None:
         """Note that bytes are on their way."""
         self.moved_at = time.monotonic()
 
     def read(self) -> Index | None:
         """Return what is there; None if no run is."""
         try:
-            values = json.loads(self.fs.cat_file(f"{self._root}/{INDEX}"))
+            text = self.fs.cat_file(f"{self._root}/{INDEX}")
         except FileNotFoundError:
             return None
         try:
-            index = Index(**values)
+            index = Index(**json.loads(text))
         except TypeError as error:
             raise ConfigError(f"{self.address}/{INDEX} was written by a different version of hftune, or by none.") from error
+        except ValueError as error:
+            raise ConfigError(f"{self.address}/{INDEX} is damaged. Remove it, and the address is as good as new.") from error
         for name in {*index.files, *index.objects}:
             inside(name)
         return index
 
     def write(self, index: Index) -> None:
         """Say what is there now."""
-        self.fs.pipe_file(f"{self._root}/{INDEX}", json.dumps(asdict(index), indent=1).encode())
+        with self._whole(INDEX) as path:
+            self.fs.pipe_file(path, json.dumps(asdict(index), indent=1).encode())
         self.moved()
 
     def put(self, file: Path, name: str, sha256: str) -> None:
         """Upload a file, unless an attempt before has."""
         if self._sent.get(name) != sha256:
-            self.fs.put_file(str(file), f"{self._root}/{name}", callback=self._meter)
+            put = partial(AbstractFileSystem.put_file, self.fs) if self._is_local else self.fs.put_file  # its own says nothing
+            with self._whole(name) as path:
+                put(str(file), path, callback=self._meter)
             self._sent[name] = sha256
             self.moved()
+
+    @contextmanager
+    def _whole(self, name: str) -> Iterator[str]:
+        """Yield where to write an object, so that it is there as a whole or not at all, on a disk as in a bucket."""
+        if self._is_local:
+            with atomic_path(Path(self._root) / name) as temporary:
+                yield str(temporary)
+        else:
+            yield f"{self._root}/{name}"
 
     def get(self, name: str, entry: Entry, file: Path) -> bool:
         """Download a file, see ``patiently``; return whether it is there."""
@@ -130,8 +148,9 @@ class Place:
         part.parent.mkdir(parents=True, exist_ok=True)
 
         def get() -> bool:
+            get_file = partial(AbstractFileSystem.get_file, self.fs) if self._is_local else self.fs.get_file
             try:
-                self.fs.get_file(f"{self._root}/{entry.get('at', name)}", str(part), callback=self._meter)
+                get_file(f"{self._root}/{entry.get('at', name)}", str(part), callback=self._meter)
             except FileNotFoundError:
                 return False
             return True

@@ -12,7 +12,8 @@ from typing import Any
 
 from hftune.atomic import restore, write_text
 from hftune.checkpoints.bucket import Bucket
-from hftune.checkpoints.checkpointer import steps
+from hftune.checkpoints.checkpointer import path_of, remove_checkpoint, steps
+from hftune.checkpoints.copying import CHECKPOINTS, GROWING, MODELS
 from hftune.checkpoints.export import read_about
 from hftune.checkpoints.lock import only_writer
 from hftune.checkpoints.resume import Member, Start, check_finished, find_start, member, note_begun
@@ -226,6 +227,9 @@ class OutputDir:
                     shutil.copyfile(origin / name, self.path / name)
         else:
             remove_samples(self.path / SAMPLE_IMAGES, after=state.step)
+            for step in steps(self.path / CHECKPOINTS):
+                if step > state.step:  # broken, or it would start there
+                    remove_checkpoint(path_of(self.path / CHECKPOINTS, step))
         evaluated = ("predictions.jsonl", OUT_OF_FOLD) if self.recipe.eval.is_off else ()
         # Of a finished run, or of other weights:
         for name in ("result.json", "receipt.json", REPORT, "model/README.md", *evaluated):
@@ -239,18 +243,16 @@ class OutputDir:
 def start_folder(path: Path) -> None:
     """Remove an earlier run from the folder; its model, too, which would be taken for the new recipe's."""
     path.mkdir(parents=True, exist_ok=True)
-    if (path / "result.json").exists() or steps(path / "checkpoints"):
+    if (path / "result.json").exists() or steps(path / CHECKPOINTS):
         print(f"note: {path} holds an earlier run; this run replaces it.", flush=True)
-    for name in ("model", "model_last"):
+    for name in MODELS:
         restore(path / name)  # a kill may have left it under its other name
     for name in (
-        "model",
-        "model_last",
+        *MODELS,
         "model_merged",  # by hftune merge
-        "checkpoints",
-        SAMPLE_IMAGES,
+        CHECKPOINTS,
         PROFILE,
-        "tensorboard",  # it would draw both runs in one plot
+        *GROWING,  # tensorboard would draw both runs in one plot
     ):
         shutil.rmtree(path / name, ignore_errors=True)
     for name in ("result.json", "receipt.json", "predictions.jsonl", OUT_OF_FOLD, REPORT, *HISTORY):

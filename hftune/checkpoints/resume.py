@@ -48,9 +48,10 @@ class Start:
 
 def keep_settled(recipe: Recipe) -> None:
     """Take over what the run that is resumed has settled: fields of ``Task.settled_fields`` that are null in the recipe."""
+    if not any(getattr(recipe.task, name) is None for name in recipe.task.settled_fields):
+        return
     folder = recipe.folder if recipe.resume in ("auto", "never") else named_folder(recipe)
-    begins = recipe.resume == "never" and not is_restarted(folder, member())
-    if begins or not any(getattr(recipe.task, name) is None for name in recipe.task.settled_fields):
+    if recipe.resume == "never" and not is_restarted(folder, member()):
         return
     if is_address(str(recipe.output_dir)) and not (folder / "recipe.yaml").is_file():  # of a machine that has not trained it
         with suppress(ConfigError):  # no run is there, or the main process says what is wrong
@@ -65,7 +66,7 @@ def keep_settled(recipe: Recipe) -> None:
 
 def named_folder(recipe: Recipe) -> Path:
     """Return the checkpoint that ``resume`` names as a folder of this machine, or raise ConfigError if it cannot be fetched."""
-    inside = f"{recipe.output_dir}/"
+    inside = f"{str(recipe.output_dir).rstrip('/')}/"
     if is_address(inside) and recipe.resume.startswith(inside):
         return recipe.folder / recipe.resume.removeprefix(inside)
     return here(recipe.resume, key="resume")

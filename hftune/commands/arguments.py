@@ -15,6 +15,13 @@ def run_path(text: str) -> str | Path:
     return text if is_address(text) else Path(text)
 
 
+def local_path(text: str) -> Path:
+    """Return a folder as a path, and refuse an address; for a command that writes beside the run, or checks its files."""
+    if is_address(text):
+        raise argparse.ArgumentTypeError(f"{text} is an address, and this command needs a folder. Copy the run into one first.")
+    return Path(text)
+
+
 def add_recipe(parser: argparse.ArgumentParser, is_required: bool = False) -> None:
     """Add the recipe with its overrides, as ``options.words``."""
     parser.add_argument(

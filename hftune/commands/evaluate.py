@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hftune.checkpoints.run_folder import check_checkpoint, check_model, here
 from hftune.commands.arguments import add_trust_code, check_output, run_path, write_text
+from hftune.config.addresses import is_address
 from hftune.data.sources import held_out_key, names_eval_data
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError, first_line, is_number
@@ -48,8 +49,10 @@ def run(options: argparse.Namespace) -> int:
     recipe.validate()
     source = next(word for word in given if word.startswith("recipe=")).partition("=")[2]
     model = Path(source).expanduser().with_name("model")  # beside the recipe file, which may have been moved
-    if not source.endswith(".yaml") or not model.is_dir():
-        model = recipe.folder / "model"
+    if is_address(source):
+        model = here(f"{source.rpartition('/')[0]}/model")
+    elif not source.endswith(".yaml") or not model.is_dir():
+        model = here(f"{recipe.output_dir}/model") if is_address(str(recipe.output_dir)) else recipe.folder / "model"
     checkpoint = None if options.checkpoint is None else here(options.checkpoint, key="--checkpoint")
     if checkpoint is None:
         check_model(model)

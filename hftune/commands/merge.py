@@ -6,7 +6,7 @@ import argparse
 import shutil
 from pathlib import Path
 
-from hftune.commands.arguments import add_trust_code
+from hftune.commands.arguments import add_trust_code, local_path
 from hftune.errors import ConfigError
 
 MERGED = "model_merged"
@@ -15,7 +15,7 @@ DTYPES = {"float32": "float32", "bf16": "bfloat16"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="output folder of a run with adapters, or one of its models")
+    parser.add_argument("folder", type=local_path, help="output folder of a run with adapters, or one of its models")
     parser.add_argument("--output", type=Path, help=f"new folder for the plain model (default: {MERGED} in the output folder)")
     parser.add_argument("--dtype", choices=[*DTYPES], help="precision to write it in (default: that of the base in training)")
     add_trust_code(parser)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from hftune.commands.arguments import local_path
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="RUN", type=Path, help="output folder of a finished run, such as outputs/yelp")
+    parser.add_argument("folder", metavar="RUN", type=local_path, help="output folder of a finished run, such as outputs/yelp")
     parser.add_argument("--output", type=Path, metavar="FILE", help="file to write (default: receipt.json in the run's folder)")
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import secrets
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hftune.commands.arguments import add_trust_code
+from hftune.commands.arguments import add_trust_code, local_path
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError
 
@@ -24,8 +23,8 @@ NAME_WIDTH = 13
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("receipt", type=Path, help="file that hftune receipt wrote")
-    parser.add_argument("--folder", type=Path, metavar="RUN", help="output folder of the run (default: where the receipt is)")
+    parser.add_argument("receipt", type=local_path, help="file that hftune receipt wrote")
+    parser.add_argument("--folder", type=local_path, metavar="RUN", help="folder of the run (default: where the receipt is)")
     how_many = parser.add_mutually_exclusive_group()
     how_many.add_argument(
         "--segments",

@@ -42,6 +42,11 @@ def is_address(text: str) -> bool:
     return re.match(r"[a-zA-Z][a-zA-Z0-9+]*://", text) is not None
 
 
+def is_like_address(text: str) -> bool:
+    """Whether a text may have been meant as one, such as s3:/bucket/run or simplecache::s3://bucket/run."""
+    return re.match(r"[\w+.:-]{2,}:/", text) is not None
+
+
 def local_name(address: str) -> PurePosixPath:
     """Return the name of the folder that stands for an address on this machine: bucket/run."""
     return PurePosixPath(re.sub(r"^[a-zA-Z0-9+]+:/*", "", address))
@@ -61,7 +66,7 @@ def address_problem(address: str) -> str | None:
         return f"there is no protocol {protocol}.{did_you_mean(protocol, [*PACKAGES, 'hf'])} Write it as in s3://bucket/run."
     if protocol in ("http", "https"):
         return "files cannot be written there. Name a bucket, such as s3://bucket/run."
-    if not parts or {".", ".."} & {*parts} or re.search(r"[?#*]", address):
+    if not is_address(address) or not parts or {".", ".."} & {*parts} or re.search(r"[?#*]", address):
         return (
             "write it as in s3://bucket/run, without parameters. Keys and endpoints are read from the environment, such as "
             "AWS_ACCESS_KEY_ID."

@@ -17,7 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, get_origin
 
-from hftune.config.addresses import address_problem, downloaded, is_address
+from hftune.config.addresses import address_problem, downloaded, is_like_address
 from hftune.config.importing import find_beside, import_named, is_own
 from hftune.config.keys import Key, is_dotted, key_of, keys_of, needing, problems_of
 from hftune.config.layers import Layer, Written, merge, read_files, read_overrides, remove
@@ -130,7 +130,7 @@ class Recipe(RunConfig):
         """
         self.refuse_secrets()
         problems = [*self.task.validate(), *self._metric_problems(), *self._batch_loss_problems(), *self._adapter_problems()]
-        if is_address(str(self.output_dir)) and (problem := address_problem(str(self.output_dir))) is not None:
+        if is_like_address(str(self.output_dir)) and (problem := address_problem(str(self.output_dir))) is not None:
             problems.append(f"output_dir={self.output_dir}: {problem}")
         self._refuse(*problems)
 

@@ -4,19 +4,25 @@ import json
 import shutil
 import threading
 import time
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
 
 from hftune import ConfigError, Recipe, TrainingError, train
 from hftune.checkpoints import bucket as module
-from hftune.checkpoints import objects
+from hftune.checkpoints import objects, output_dir
 from hftune.checkpoints.bucket import Bucket
 from hftune.checkpoints.checkpointer import open_checkpoint, steps, verify
 from hftune.checkpoints.copying import read_id, write_id
 from hftune.checkpoints.objects import check_bucket, fetched
+from hftune.checkpoints.output_dir import OutputDir
+from hftune.checkpoints.resume import Start
+from hftune.checkpoints.train_state import TrainState
+from hftune.cli import main
 from hftune.config.addresses import local_folder, what_is_wrong
 from hftune.config.sections import CheckpointConfig
 from hftune.replay.audit import audit
@@ -439,6 +445,134 @@ def test_what_could_not_be_removed_is_removed_by_the_next_upload(here, address, 
     here.bucket.upload()
 
 
+def test_a_job_that_goes_on_with_another_main_process_fetches_its_run_although_it_is_to_start_over(
+    tmp_path, address, monkeypatch
+):
+    recipe = Recipe.load("yelp_demo", f"output_dir={address}", "resume=never")
+    before = Machine(tmp_path / "before", address)
+    before.claim()
+    before.train(10)
+    (before.folder / ".begun").write_text('{"agent of b": [22]}')
+    before.bucket.upload()
+    monkeypatch.setattr(output_dir, "find_start", lambda *_, **__: Start())
+    where = OutputDir(recipe)
+    with where:
+        where.claim()
+        assert not steps(where.path / "checkpoints")
+        group = [("agent of c", 33), ("agent of b", 44)]
+        where.confirm(SimpleNamespace(gather_to_main=lambda _: group, on_main=lambda action: action()))
+        assert steps(where.path / "checkpoints") == [10]
+
+
+def test_a_later_checkpoint_that_a_resume_has_skipped_is_not_uploaded(tmp_path, here, address):
+    here.train(20)
+    out = OutputDir(Recipe.load("yelp_demo", f"output_dir={here.folder}"))
+    out.start = Start(SimpleNamespace(path=here.folder / "checkpoints/step_00000010", step=10))
+    write_checkpoint(here.folder, 10, keep=3)
+    out.open(TrainState(step=10))
+    assert steps(here.folder / "checkpoints") == [10]
+
+
+def test_two_addresses_with_one_working_copy_are_not_mixed(here, make, address):
+    here.bucket.begin(here.config)
+    here.bucket.finish(None)
+    other = Machine(here.folder, f"{address}2")
+    with pytest.raises(ConfigError, match=rf"output_dir={address}2 has the same working copy on this machine as {address}, "):
+        other.claim()
+    assert other.claim("never") == []
+    assert Machine(here.folder, f"{address}/").claim() == []
+
+
+@pytest.mark.parametrize("kind", [None, KeyboardInterrupt])
+def test_after_the_end_nothing_more_is_uploaded(here, address, monkeypatch, kind):
+    reached, goes_on, put = threading.Event(), threading.Event(), here.bucket.place.put
+
+    def slow(*arguments):
+        reached.set()
+        goes_on.wait()
+        put(*arguments)
+
+    monkeypatch.setattr(here.bucket.place, "put", slow)
+    here.train(20)
+    here.bucket.begin(here.config)
+    reached.wait()
+    with pytest.raises(TrainingError, match="did not come to an end") if kind is None else nullcontext():
+        here.bucket.finish(kind)
+    goes_on.set()
+    here.bucket._thread.join(5)
+    assert not here.bucket._thread.is_alive() and listed(address)["step"] == 10
+
+
+def test_a_disk_that_is_slow_has_moved(tmp_path, monkeypatch):
+    place = Bucket(f"file://{tmp_path}/disk/run", tmp_path / "here", lambda: True).place
+    big, moved = tmp_path / "big", []
+    big.write_bytes(bytes(3 * place.fs.blocksize))
+    monkeypatch.setattr(place, "moved", lambda **_: moved.append(1))
+    place._meter.call = place.moved
+    place.put(big, "model/x", "")
+    assert len(moved) > 3
+    moved.clear()
+    assert place.get("model/x", {}, tmp_path / "back") and len(moved) > 3
+    assert (tmp_path / "back").read_bytes() == big.read_bytes()
+
+
+def test_a_list_on_a_disk_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    machine = Machine(tmp_path / "here", f"file://{tmp_path}/disk/run")
+    machine.claim()
+    machine.train(10)
+    machine.bucket.upload()
+    place, index = machine.bucket.place, tmp_path / "disk/run/bucket.json"
+    before, pipe_file = index.read_bytes(), type(place.fs).pipe_file
+
+    def half(self, path, value):
+        pipe_file(self, path, value[:10])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(place.fs), "pipe_file", half)
+    with pytest.raises(KeyboardInterrupt):
+        place.write(machine.bucket.index)
+    assert index.read_bytes() == before
+    index.write_bytes(before[:50])
+    with pytest.raises(ConfigError, match=r"bucket.json is damaged\. Remove it"):
+        place.read()
+
+
+def test_long_logs_are_uploaded_more_rarely(here, monkeypatch):
+    took = []
+    monkeypatch.setattr(module, "LOGS_S", 0.01)
+    monkeypatch.setattr(here.bucket, "upload", lambda: took.append(time.sleep(0.1)))
+    here.bucket.begin(here.config)
+    time.sleep(0.8)
+    assert len(took) == 2
+    here.bucket.finish(None)
+
+
+def test_evaluation_by_a_recipe_scores_the_model_in_the_bucket(tmp_path, monkeypatch):
+    recipe, scored = Recipe.load("yelp_demo", f"output_dir=file://{tmp_path}/disk/run"), []
+    machine = Machine(tmp_path / "here", recipe.output_dir)
+    machine.claim()
+    machine.train(10)
+    (machine.folder / "recipe.yaml").write_text(recipe.to_yaml())
+    machine.bucket.upload()
+    (recipe.folder / "model").mkdir(parents=True)  # of long ago
+
+    def evaluate(_, model, *__):
+        scored.append((model / "config.json").read_text())
+        raise ConfigError("seen")
+
+    monkeypatch.setattr("hftune.reevaluation.evaluate", evaluate)
+    for words in ([f"recipe={recipe.output_dir}/recipe.yaml"], ["recipe=yelp_demo", f"output_dir={recipe.output_dir}"]):
+        assert main(["evaluate", *words]) == 2
+    assert scored == ["{} 10 0.0"] * 2
+
+
+@pytest.mark.parametrize("command", ["receipt", "verify", "merge"])
+def test_a_command_that_needs_a_folder_says_so(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "s3://mine/run"])
+    assert "s3://mine/run is an address, and this command needs a folder." in capsys.readouterr().err
+
+
 def test_a_library_that_waits_for_ever_is_not_waited_for(here, monkeypatch):
     monkeypatch.setattr(type(MEMORY), "cat_file", lambda *_, **__: threading.Event().wait(60))
     began = time.monotonic()
@@ -502,6 +636,8 @@ def test_what_is_wrong_is_one_sentence(error, said):
             "s3://mine/../run",
             "output_dir=s3://mine/../run: write it as in s3://bucket/run, without parameters. Keys and endpoints are",
         ),
+        ("s3:/mine/run", "output_dir=s3:/mine/run: write it as in s3://bucket/run, without parameters."),
+        ("simplecache::s3://mine/run", "output_dir=simplecache::s3://mine/run: write it as in s3://bucket/run"),
     ],
 )
 def test_an_address_that_is_none_is_refused_before_anything_is_imported(given, said):
