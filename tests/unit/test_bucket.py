@@ -464,11 +464,11 @@ def test_a_job_that_goes_on_with_another_main_process_fetches_its_run_although_i
         assert steps(where.path / "checkpoints") == [10]
 
 
-def test_a_later_checkpoint_that_a_resume_has_skipped_is_not_uploaded(tmp_path, here, address):
-    here.train(20)
+def test_a_later_checkpoint_that_a_resume_has_skipped_is_not_uploaded(here):
+    write_checkpoint(here.folder, 20, keep=3)
+    assert steps(here.folder / "checkpoints") == [10, 20]
     out = OutputDir(Recipe.load("yelp_demo", f"output_dir={here.folder}"))
     out.start = Start(SimpleNamespace(path=here.folder / "checkpoints/step_00000010", step=10))
-    write_checkpoint(here.folder, 10, keep=3)
     out.open(TrainState(step=10))
     assert steps(here.folder / "checkpoints") == [10]
 
@@ -571,6 +571,17 @@ def test_a_command_that_needs_a_folder_says_so(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "s3://mine/run"])
     assert "s3://mine/run is an address, and this command needs a folder." in capsys.readouterr().err
+
+
+def test_of_two_jobs_that_begin_at_once_at_a_new_address_the_later_one_leaves_it_alone(make, address):
+    first, second = make("first"), make("second")
+    for one in (first, second):
+        one.claim()
+        one.train(10)
+    first.bucket.upload()
+    with pytest.raises(module.TakenOver, match="has gone on at"):
+        second.bucket.upload()
+    assert listed(address)["run"] == "run of first"
 
 
 def test_a_library_that_waits_for_ever_is_not_waited_for(here, monkeypatch):
