@@ -122,7 +122,14 @@ class Bucket:
         found = self.index
         if resume == "never" and not self._is_restart(found, member() if group is None else group):
             return [f"{self.address} holds an earlier run; this run replaces it."] if found.files else []
-        return self._fetch(found)
+        while True:
+            try:
+                return self._fetch(self.index)
+            except ConfigError:
+                found, self._leftovers = patiently(self._look, self.place)
+                if found == self.index:
+                    raise
+                self.index = found  # its writer went on meanwhile, and removed what was to be fetched
 
     def _look(self) -> tuple[Index, set[str]]:
         """Return what is there, without a writer, after a look whether this process may list, write and remove objects."""

@@ -374,6 +374,20 @@ def test_what_one_job_lists_while_another_takes_over_is_not_lost(here, make, add
     assert index_of(address).writer == fresh.bucket._word and index_of(address).objects <= objects_of(address)
 
 
+def test_a_fetch_that_the_writer_overtakes_begins_again(here, make, address, monkeypatch):
+    fresh = make("fresh")
+    probe = fresh.bucket.place.probe
+
+    def slow():
+        if here.bucket.index.step == 10:
+            here.train(20)
+            here.bucket.upload()
+        return probe()
+
+    monkeypatch.setattr(fresh.bucket.place, "probe", slow)
+    assert fresh.claim() == [] and steps(fresh.folder / "checkpoints") == [20]
+
+
 def test_a_job_that_was_replaced_writes_over_nothing_of_the_new_one(here, make, address, monkeypatch):
     fresh, put, done = make("fresh"), here.bucket.place.put, []
 
