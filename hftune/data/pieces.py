@@ -11,9 +11,10 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _SPACE = re.compile(r" (?=\S)(?<=\S )")
 """A single space between two characters that are none."""
@@ -65,6 +66,8 @@ class Pieces:
 @lru_cache(maxsize=2)
 def pieces_of(tokenizer: PreTrainedTokenizerBase) -> Pieces | None:
     """Return the pieces of a tokenizer; None if it is slow, or does more to a text than its backend."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
     kind = type(tokenizer)
     is_plain = tokenizer.is_fast and kind._encode_plus is PreTrainedTokenizerFast._encode_plus
     return Pieces(tokenizer) if is_plain and kind.__call__ is PreTrainedTokenizerBase.__call__ else None

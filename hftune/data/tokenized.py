@@ -16,7 +16,6 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from transformers import PreTrainedTokenizerBase
 
 from hftune.data.as_needed import Sizes, TextsAsNeeded
 from hftune.data.cache import Stream, cached_arrays
@@ -25,6 +24,7 @@ from hftune.errors import DataError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 OFFSETS = "_offsets"
 """End of the name of the array that says where the rows of another one begin."""

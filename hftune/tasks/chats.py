@@ -14,7 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from hftune.batch_plan import spread
 from hftune.config.keys import key
 from hftune.data.chats import ChatError, ChatFormat, fitted, messages_of, tools_of
 from hftune.data.columns import TEXTS, Role
@@ -173,6 +172,8 @@ class Chats(TokenTask):
         return chat_tokenizer(cached(lambda: train_bytes(self.training_texts(), self.vocab_size, special)))
 
     def training_texts(self) -> Iterator[str]:
+        from hftune.batch_plan import spread
+
         rows = self.rows["train"]
         learned = spread(len(rows), LEARNED).tolist()
         for start in range(0, len(learned), 1000):  # of rows in place, too, reading one by one takes a millisecond each
