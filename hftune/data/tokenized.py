@@ -24,7 +24,6 @@ from hftune.errors import DataError
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
 
 OFFSETS = "_offsets"
 """End of the name of the array that says where the rows of another one begin."""
@@ -277,6 +276,8 @@ def truncated(tokenizer: Any, max_length: int, *texts: Sequence[Any], **settings
 
 def to_ids(texts: Sequence[str], tokenizer: Any, max_length: int) -> tuple[list[Any], list[bool]]:
     """Return the token ids of each text, at most ``max_length``, and whether the text had more."""
+    from transformers import PreTrainedTokenizerBase
+
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or (pieces := pieces_of(tokenizer)) is None:
         encoded, cut = truncated(tokenizer, max_length, texts)
         return encoded["input_ids"], cut
