@@ -146,8 +146,9 @@ class TextsAsNeeded(Sequence):
         lines = [(number, json.dumps(sample, default=_plain), time.time()) for number, sample in samples.items()]
         self._run("INSERT OR IGNORE INTO samples VALUES (?, ?, ?)", lines, many=True)
         used = "page_count - freelist_count FROM pragma_page_count, pragma_freelist_count"
-        while self._run(f"SELECT {used}", [])[0][0] * PAGE_BYTES > self._most_bytes:  # little at a time: others wait
-            self._run("DELETE FROM samples WHERE number IN (SELECT number FROM samples ORDER BY made LIMIT ?)", [10 * AT_ONCE])
+        if self._run(f"SELECT {used}", [])[0][0] * PAGE_BYTES > self._most_bytes:  # a few at a time: others wait
+            oldest = "SELECT number FROM samples ORDER BY made LIMIT ?"
+            self._run(f"DELETE FROM samples WHERE number IN ({oldest})", [2 * len(lines)])
         return {number: _read_sample(line) for number, line, _ in lines}  # as another process reads them
 
     def _run(self, statement: str, values: list, many: bool = False) -> list[tuple]:
