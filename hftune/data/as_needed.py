@@ -36,6 +36,8 @@ SHARES = 4
 """In which a process makes the samples of a step, at least."""
 AHEAD = 2**17
 """Samples whose rows are fetched before they are needed, as far as there is room for them."""
+AGAIN = 512
+"""Samples after which it is said again which are next: parts that they are done with make room."""
 WAIT_S = 60.0
 """For another process that writes samples, which takes it milliseconds."""
 
@@ -102,9 +104,8 @@ class TextsAsNeeded(Sequence):
             return
         order, place = blocks.looked
         if order is not order_N or start >= place:
-            blocks.looked = order_N, start + AHEAD // 8
-            next_N = order_N[start : start + AHEAD]
-            self.rows.expect(next_N[~np.isin(next_N, self._kept(next_N.tolist()))])
+            blocks.looked = order_N, start + AGAIN
+            self.rows.expect(order_N[start : start + AHEAD], self._kept)
 
     def column(self, name: str) -> np.ndarray:
         """Return a whole column with one value per sample."""

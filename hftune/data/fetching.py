@@ -100,7 +100,6 @@ class File:
         Raises:
             SourceError: it has changed, is not there any more, or cannot be read.
         """
-
         with self.open() as file:
             file.seek(start)
             return file.read(stop - start)
@@ -117,11 +116,12 @@ class File:
             fs, path = self.place()
             if _ending.is_set():
                 raise SourceError(f"{self} is not read any more: the process ends.")
-            if (count := len(data := fs.cat_file(path, start=start, end=stop))) == self.size != stop - start:
+            data, wanted = fs.cat_file(path, start=start, end=stop), stop - start
+            if len(data) == wanted:
+                return data
+            if len(data) == self.size:
                 raise SourceError(f"{self} is sent as a whole each time. task.prepare=all downloads it once.")
-            if count != stop - start:
-                raise OSError(f"{len(data):,} bytes came instead of {stop - start:,}")
-            return data
+            raise OSError(f"{len(data):,} bytes came instead of {wanted:,}")
 
         return patiently(fetch, self) if start < stop else b""
 

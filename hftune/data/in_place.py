@@ -355,12 +355,17 @@ class RowsInPlace:
             groups[-1] += count
         return groups
 
-    def expect(self, rows_N: np.ndarray) -> None:
-        """Fetch what some rows are read from, in their order, before they are read."""
+    def expect(self, rows_N: np.ndarray, kept: Callable[[list[int]], Iterable[int]] = lambda rows: ()) -> None:
+        """Fetch what some rows are read from, in their order, before they are read.
+
+        Args:
+            kept: returns which of some rows need not be read any more: if the first of a part, then none of it, most likely.
+        """
         if (blocks := self.blocks) is None:
             return
         parts = self.part_of(rows_N)
         first = np.sort(np.unique(parts, return_index=True)[1])
+        first = first[~np.isin(rows_N[first], [*kept(rows_N[first].tolist())])]
         wanted = [self._block(part) for part in parts[first].tolist()]
         blocks.expect(block for block in wanted if block is not None)
 
@@ -495,9 +500,8 @@ def _parse(data: bytes, schema: pa.Schema | None) -> pa.Table:
         if schema is None:
             raise
         table = json.read_json(pa.BufferReader(data), read_options=options)  # 1.0 may be among whole numbers
-        missing = [pa.nulls(len(table)) for name in schema.names if name not in table.column_names]
-        for name, column in zip([name for name in schema.names if name not in table.column_names], missing, strict=True):
-            table = table.append_column(name, column)
+        for name in {*schema.names} - {*table.column_names}:
+            table = table.append_column(name, pa.nulls(len(table)))
         if any(
             pa.types.is_string(field.type) and not pa.types.is_string(table.schema.field(field.name).type) for field in schema
         ):

@@ -87,7 +87,7 @@ class TextTask(DatasetTask):
     parts need for reading each part once an epoch, of data in a bucket that do not fit into cache_gib. null: all rows."""
     cache_gib: float = key(20.0, gt=0, changes="nothing", resume="harmless")
     """Most GiB of the disk for parts of data_files that are elsewhere, or compressed as parquet is, and read as they are
-    needed; the parts that are needed last are removed."""
+    needed, and again as many for the tokenized rows of each split; what is needed last is removed, and made again."""
     vocab_size: int = key(4096, ge=100)
     """Vocabulary size of the tokenizer that is trained on the texts if model is null."""
 
@@ -164,10 +164,10 @@ class TextTask(DatasetTask):
             return None
         from hftune.data.in_place import open_in_place
 
-        return open_in_place(source.format_of(split), source.paths(split), source.options, self._least_later, self._kept)
+        return open_in_place(source.format_of(split), source.paths(split), source.options, self._least_later, self._blocks_kept)
 
     @cached_property
-    def _kept(self) -> Blocks:
+    def _blocks_kept(self) -> Blocks:
         from hftune.data.fetching import Blocks
 
         return Blocks(self.cache_gib * 2**30)

@@ -14,8 +14,9 @@ import pytest
 from pyarrow import parquet
 
 from hftune import DataError
-from hftune.data import fetching, in_place
-from hftune.data.as_needed import TextsAsNeeded
+from hftune.batch_plan import BatchPlan
+from hftune.data import as_needed, fetching, in_place
+from hftune.data.as_needed import Sizes, TextsAsNeeded
 from hftune.data.digest import content_digest, entry_hashes
 from hftune.data.fetching import Blocks, File, SourceError
 from hftune.data.in_place import Column, ReadRows, RowsInPlace, joined, open_in_place
@@ -364,3 +365,22 @@ def test_evaluation_between_steps_does_not_end_what_is_fetched_for_training(web)
     assert rows.blocks._next != expected
     train.expect(order, 10)
     assert rows.blocks._next == expected
+
+
+def test_each_part_is_fetched_once_in_an_epoch_that_is_shuffled_in_windows(web, monkeypatch):
+    monkeypatch.setattr(as_needed, "AGAIN", 40)
+    most = len(web.files["rows.parquet"])  # less than its parts take that are decompressed
+    rows = opened("parquet", f"{web.address}/rows.parquet", most_bytes=most)
+    texts = TextsAsNeeded(["once"], rows, 9, lambda indices: [{"input_ids": [1]} for _ in rows.select(indices).read()], dict)
+    plan = BatchPlan(500, 20, lengths=Sizes(texts, ["input_ids"]).sum(), window=80, groups=rows.groups(1))
+    sizes, real = [], rows.readers[0][0]._read_group
+
+    def read(group, names):
+        sizes.append((group, len(part := real(group, names))))
+        return part
+
+    monkeypatch.setattr(rows.readers[0][0], "_read_group", read)
+    assert sum(len(batch.samples) for step in plan.epoch(0) for batch in step) == 500
+    assert sorted(group for group, _ in sizes) == [*range(13)]
+    kept = sum(path.stat().st_size for path in rows.blocks.folder.glob("*.block"))
+    assert kept <= most < sum(size for _, size in sizes)
