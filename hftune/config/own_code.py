@@ -17,8 +17,9 @@ from hftune.config.shipped_files import PACKAGE
 def hashes_of(modules: Iterable[str]) -> dict[str, str]:
     """Return the SHA-256 of the files of modules and of all that they import, by file name.
 
-    Without hftune, Python and installed packages, which have versions. Imports are read from the source: those inside functions
-    count, and what a process happens to have loaded does not. Modules that cannot be found are left to who imports them.
+    Without hftune, Python and installed packages, which have versions: those beside whose folders pip left its notes, wherever
+    they are. Imports are read from the source: those inside functions count, and what a process happens to have loaded does
+    not. Modules that cannot be found are left to who imports them.
     """
     files, waiting = dict[str, Path](), [*modules]
     while waiting:
@@ -41,10 +42,16 @@ def _file_of(module: str) -> Path | None:
             with suppress(Exception, SystemExit):  # it imports the packages around a module
                 origin = getattr(find_spec(name), "origin", None)
         path = Path(origin or "").resolve()
-        is_installed = any(map(path.is_relative_to, roots)) or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
-        if origin is not None and (not path.is_file() or is_installed):
+        if origin is not None and (not path.is_file() or any(map(path.is_relative_to, roots)) or _has_metadata(name, path)):
             return None
     return path if origin is not None else None
+
+
+def _has_metadata(module: str, path: Path) -> bool:
+    """Whether pip installed a module: into a folder of Python's, or by ``--target`` into any."""
+    levels = module.count(".") + (path.stem == "__init__")
+    folder = path.parents[min(levels, len(path.parents) - 1)]
+    return folder.name in ("site-packages", "dist-packages") or any(folder.glob("*.dist-info"))
 
 
 def _imported(module: str, path: Path) -> Iterator[str]:

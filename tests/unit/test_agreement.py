@@ -4,6 +4,7 @@ import pytest
 
 import hftune
 from hftune import ConfigError, Recipe
+from hftune.config.own_code import hashes_of
 from hftune.distributed.consistency import code, differences, disagreement, fingerprint, users_code
 from hftune.optim import optimizer_class
 
@@ -67,6 +68,16 @@ def test_facts_hold_each_file_of_hftune_and_each_key_of_the_recipe():
 def test_the_file_of_ones_own_task_counts_as_code():
     found = fingerprint(Recipe.load("tests/support/tagging.yaml"))
     assert "tests/support/tasks.py" in found["code"] and "tests/support/tasks.py" not in code()
+
+
+def test_packages_that_pip_put_into_a_folder_of_the_user_s_do_not_count_as_code(tmp_path, monkeypatch):
+    for folder, source in (("mine", "import installed_aside.deep\n"), ("target/installed_aside", ""), ("target/aside-1.dist-info", "")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "__init__.py").write_text(source)
+    (tmp_path / "target" / "installed_aside" / "deep.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "target")
+    assert hashes_of(["mine"]).keys() == {"mine/__init__.py"}
 
 
 def test_the_files_of_ones_own_optimizer_and_schedule_count_as_code():
