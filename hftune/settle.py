@@ -5,14 +5,15 @@ The plan and evaluations settle the same, with the same functions. It knows no s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
-from hftune.batch_plan import SURVEYED, BatchPlan, by_length, known_lengths
+from hftune.batch_plan import SURVEYED, BatchPlan, MicroBatch, by_length, known_lengths
 from hftune.build import Parts, check_micro_batches, first_epoch
 from hftune.config import Recipe, TrainConfig
 from hftune.distributed.devices import precision_notices
@@ -42,10 +43,14 @@ def default_parts(plan: BatchPlan, least: int = 1) -> int:
     return next(parts for parts in PARTS if parts <= samples and (parts <= least or tokens >= parts * TOKENS_OF_A_PART))
 
 
+def first_steps(plan: BatchPlan) -> Iterator[list[MicroBatch]]:
+    """Return 20 steps or the first ones of some 64 samples: their rows may have to be read for it, from as many places."""
+    return islice(plan.epoch(0), min(20, max(1, 64 // plan.batch_size)))
+
+
 def idle_notices(plan: BatchPlan, num_processes: int) -> list[str]:
-    """Say that steps have fewer micro-batches than there are processes; the first 20 steps are looked at."""
-    most = max(len(step) for _, step in zip(range(20), plan.epoch(0), strict=False))
-    if most >= num_processes:
+    """Say that steps have fewer micro-batches than there are processes; the first ones are looked at."""
+    if num_processes == 1 or (most := max(map(len, first_steps(plan)))) >= num_processes:
         return []
     micro_batches = "1 micro-batch" if most == 1 else f"{most} micro-batches"
     samples = min(plan.batch_size, plan.samples_per_epoch)
@@ -80,8 +85,8 @@ def width_of(model: nn.Module) -> int | None:
 
 
 def padding_share(plan: BatchPlan) -> float:
-    """Return the share of padding in what the first steps of a plan compute; at most 20 steps are looked at."""
-    steps = [step for _, step in zip(range(20), plan.epoch(0), strict=False)]
+    """Return the share of padding in what the first steps of a plan compute."""
+    steps = [*first_steps(plan)]
     computed = sum(micro_batch.tokens for step in steps for micro_batch in step)
     return 1 - sum(int(plan.lengths[micro_batch.samples].sum()) for step in steps for micro_batch in step) / computed
 

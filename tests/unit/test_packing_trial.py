@@ -12,7 +12,7 @@ from hftune.build import build
 from hftune.distributed.progress import Progress
 from hftune.errors import DataError
 from hftune.models.packing import Packing, install
-from hftune.settle import default_parts, idle_notices, padding_share, settle_packing, width_of
+from hftune.settle import default_parts, first_steps, idle_notices, padding_share, settle_packing, width_of
 from hftune.strategies.packing import collate_for, compute, inputs_of
 from hftune.strategies.trial import packing_problem, trial_samples
 
@@ -204,6 +204,11 @@ def test_steps_of_few_tokens_are_not_split(length, samples, parts):
     plan = BatchPlan(1000, samples, lengths=np.full(1000, length), packed=True)
     assert default_parts(plan) == parts
     assert default_parts(plan, least=4) == min(4, 2 if samples == 3 else 4)  # a pipeline
+
+
+@pytest.mark.parametrize(("samples", "steps"), [(1, 20), (3, 20), (32, 2), (1000, 1)])
+def test_few_rows_are_read_for_a_look_at_the_first_steps(samples, steps):
+    assert len([*first_steps(BatchPlan(10_000, samples, lengths=np.full(10_000, 10)))]) == steps
 
 
 def test_rows_that_an_epoch_draws_several_times_make_whole_steps():
