@@ -133,7 +133,7 @@ def save_checkpoint(run: Run) -> None:
     with run.clock.paused():
         wait_for_checkpoint(run, " Training continues; the next one is due later.")  # the host's copies may be overwritten then
         asked = run.strategy.gather_to_main([run.wishes.pending])
-        saved = run.strategy.sharding.state()
+        saved = run.strategy.sharding.snapshot()
         if saved is not None:
             tensors, values = saved
             pending = {name: reason for wishes in asked or () for name, reason in wishes.items()}
@@ -216,7 +216,8 @@ def export_model(run: Run, name: str, about: Mapping[str, Any] | None = None) ->
     Args:
         about: its step and score, for a model that others load.
     """
-    recipe, model, folder = run.recipe, run.strategy.sharding.unwrap(), run.recipe.folder / name
+    recipe, folder = run.recipe, run.recipe.folder / name
+    model = run.strategy.sharding.unwrap(recipe.folder)
     known = None if about is None else {**about, "columns": dict(ask(recipe.task, "read_columns", {}))}
     run.strategy.on_main(lambda: export(recipe.task, model, folder, known, recipe.adapter.export))
 

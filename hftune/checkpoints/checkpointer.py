@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from hftune.atomic import GrowingFile, atomic_path, restore, sha256_of
 from hftune.config.sections import CheckpointConfig
+from hftune.models.tensor_file import Pieces, taken, write_tensors
 
 FORMAT = 2
 """Version of the layout, and of what a training that goes on from it draws and computes. 1: torch's dropout, padded batches."""
@@ -36,7 +37,7 @@ FORMAT = 2
 PROGRESS = ("state", "values", "digests", "run_ids", "micro_batch_size")
 """Keys that training needs in ``progress.json``."""
 
-Tensors = Mapping[str, Mapping[str, Tensor]]
+Tensors = Mapping[str, Mapping[str, Tensor | Pieces]]
 """Groups of tensors by name: {"model": {...}, "optimizer": {...}}; each group is a file."""
 
 
@@ -209,7 +210,10 @@ class Checkpointer:
 
         def write() -> None:
             try:
-                with atomic_path(path_of(self.folder, step)) as folder:  # replaces one of the same step, before its evaluation
+                with (
+                    taken(tensors),
+                    atomic_path(path_of(self.folder, step)) as folder,
+                ):  # replaces one of the same step, before its evaluation
                     folder.mkdir(parents=True)
                     files = _write_files(folder, step, tensors, progress, recipe)
                     for log in logs:  # no checkpoint of steps that the ledger has no room for
@@ -241,7 +245,7 @@ def _write_files(
 ) -> dict[str, dict[str, Any]]:
     """Write the files of a checkpoint; return what the manifest says of each."""
     for name, group in tensors.items():
-        save_file(dict(group), folder / f"{name}.safetensors")
+        write_tensors(folder / f"{name}.safetensors", group)
     (folder / "progress.json").write_text(json.dumps(progress, indent=1), encoding="utf-8")
     (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
     files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in sorted(folder.iterdir())}

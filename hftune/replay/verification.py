@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 import torch
@@ -147,7 +147,7 @@ class Verification:
     def _different_export(self, name: str, step: int) -> list[str]:
         strategy, recipe = self.replayer.strategy, self.replayer.recipe
         with strategy.sharding.averaged():
-            model = strategy.sharding.unwrap()
+            model = strategy.sharding.unwrap(Path(gettempdir()))
 
             def compare() -> list[str]:
                 with TemporaryDirectory(prefix="hftune-verify-") as scratch:

@@ -6,9 +6,10 @@ Independent of epochs, metrics and files.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from hftune.strategies.base import NOTHING_ASKED, Asks, StepBatch, Strategy
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.optimizer_state import check_optimizer
 from hftune.strategies.seeds import seed_forward
-from hftune.strategies.sharding import Sharding, start_equal
+from hftune.strategies.sharding import Piece, Sharding, put_together, start_equal
 from hftune.strategies.whole_model import absent_model, materialize, meta_copy, tied_parameters
 from hftune.task import Task
 
@@ -136,7 +137,7 @@ class FullySharded(DataParallel):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         self.sharding.share_statistics()
-        self.model = self.sharding.whole_copy(self.device, everywhere=True).eval()
+        self.model = self.sharding.whole_copy().eval()
         try:
             yield
         finally:
@@ -154,6 +155,7 @@ class ShardedWeights(Sharding):
 
     meta_model: nn.Module
     """The full model without values."""
+    is_spread = True
     blocks: list[str]
     """Names of the classes whose instances are gathered one at a time; empty: the model is gathered as a whole."""
 
@@ -198,32 +200,56 @@ class ShardedWeights(Sharding):
     def whole(self, value: Tensor) -> Tensor:
         return value.full_tensor() if isinstance(value, DTensor) else value
 
+    def pieces(self, group: Mapping[str, Tensor]) -> Iterator[Piece]:
+        for name, value in group.items():
+            if isinstance(value, DTensor):
+                part = value.to_local()
+                if part.numel() or self.group.is_main:
+                    yield name, value.shape, first_row(value, value.device_mesh.get_local_rank()), part
+            elif self.group.is_main:
+                yield name, value.shape, 0, value
+
     def scatter(self, part: Tensor | None, whole: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
         if not isinstance(part, DTensor):
             super().scatter(part, whole, shape, dtype)
             return
-        everything = torch.empty(shape, dtype=dtype, device=self.group.device)
-        super().scatter(everything, whole, shape, dtype)
-        part.copy_(part_like(everything, part))
+        own = part.to_local()
+        if whole is None:
+            if own.numel():
+                received = torch.empty(own.shape, dtype=own.dtype, device=self.group.device)
+                torch.distributed.recv(received, src=0)
+                own.copy_(received)
+            return
+        for rank in range(self.group.num_processes):
+            rows = whole[first_row(part, rank) : first_row(part, rank + 1)].to(self.group.device, own.dtype).contiguous()
+            if rank == self.group.process_index:
+                own.copy_(rows)
+            elif rows.numel():
+                torch.distributed.send(rows, dst=rank)
 
-    def unwrap(self) -> nn.Module:
-        return self.whole_copy(torch.device("cpu"), everywhere=False)
+    def unwrap(self, folder: Path) -> nn.Module:
+        names = dict(chain(self.meta_model.named_parameters(), self.meta_model.named_buffers()))
+        live = dict(chain(self.model.named_parameters(), self.model.named_buffers()))
+        return put_together(self, self.meta_model, {name: live[name].detach() for name in names}, folder)
 
-    def whole_copy(self, device: torch.device, everywhere: bool) -> nn.Module:
-        """Return a plain model with the current weights, on all processes or on the main one alone. Collective.
+    def whole_copy(self) -> nn.Module:
+        """Return a plain model with the current weights on the device, on all processes. Collective.
 
-        They are gathered one tensor at a time, so that the other processes never hold more than one.
+        They are gathered one tensor at a time.
         """
         live = dict(chain(self.model.named_parameters(), self.model.named_buffers()))
 
         def gathered() -> Iterator[tuple[str, Tensor]]:
             for name, _ in chain(self.meta_model.named_parameters(), self.meta_model.named_buffers()):
-                value = self.whole(live[name].detach())
-                if everywhere or self.group.is_main:
-                    # A copy, as what was gathered from unequal slices is a view of something larger.
-                    yield name, value.to(device, copy=True)
+                # A copy, as what was gathered from unequal slices is a view of something larger.
+                yield name, self.whole(live[name].detach()).to(self.group.device, copy=True)
 
         return materialize(self.meta_model, gathered())
+
+
+def first_row(value: DTensor, place: int) -> int:
+    """Return the first row of a tensor that the process at a place has; all have equally many, but for the last ones."""
+    return min(-(-value.shape[0] // value.device_mesh.size()) * place, value.shape[0])
 
 
 def part_like(whole: Tensor, like: DTensor) -> DTensor:

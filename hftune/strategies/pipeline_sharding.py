@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from hftune.config.sections import ParallelConfig
 from hftune.distributed.collectives import Collectives
 from hftune.strategies.optimizer_state import check_optimizer, options_of
 from hftune.strategies.pipeline_stages import cut
-from hftune.strategies.sharding import Sharding, Tensors, fill_gradients, moments, start_equal
-from hftune.strategies.whole_model import materialize, meta_copy
+from hftune.strategies.sharding import Piece, Sharding, Tensors, fill_gradients, moments, put_together, start_equal
+from hftune.strategies.whole_model import meta_copy
 
 BUCKET_BYTES = 25 * 2**20
 """Size of a bucket of gradients that replicas sum in one all-reduce, as DDP does by default."""
@@ -62,6 +63,7 @@ class StagedWeights(Sharding):
     """The stages of this process, by index."""
     stage_sizes: list[int]
     """Parameters of each stage."""
+    is_spread = True
 
     def __init__(self, accelerator: Accelerator, group: Collectives, config: ParallelConfig, grid: Grid):
         super().__init__(accelerator, group)
@@ -142,23 +144,11 @@ class StagedWeights(Sharding):
         whole = dict(self.meta_model.named_parameters()) | dict(self.meta_model.named_buffers())
         return {name: whole[name] for name in self._owners}
 
-    def gather(self, group: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        if self.grid.dp_rank != 0:
-            return
-        mine = {key: value for key, value in group.items() if self.is_first_owner(key.rpartition("/")[0] or key)}
-        listed: list[Any] | None = [None] * self.grid.pp_size if self.group.is_main else None
-        headers = [(key, value.shape, value.dtype) for key, value in mine.items()]
-        torch.distributed.gather_object(headers, listed, dst=0, group=self.grid.pipeline)
-        if not self.group.is_main:
-            for value in mine.values():
-                torch.distributed.send(value.to(self.group.device).contiguous(), dst=0, group=self.grid.pipeline)
-            return
-        yield from mine.items()
-        for pp_rank in range(1, self.grid.pp_size):
-            for key, shape, dtype in listed[pp_rank]:
-                value = torch.empty(shape, dtype=dtype, device=self.group.device)
-                torch.distributed.recv(value, src=pp_rank, group=self.grid.pipeline)
-                yield key, value
+    def pieces(self, group: Mapping[str, Tensor]) -> Iterator[Piece]:
+        if self.grid.dp_rank == 0:
+            for name, value in group.items():
+                if self.is_first_owner(name.rpartition("/")[0] or name):
+                    yield name, value.shape, 0, value
 
     def scatter(self, part: Tensor | None, whole: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
         value = torch.empty(shape, dtype=dtype, device=self.group.device)
@@ -175,9 +165,8 @@ class StagedWeights(Sharding):
                 # From the process of the first pipeline, whose rank among all is its pp_rank.
                 torch.distributed.broadcast(value, src=self.grid.pp_rank, group=self.grid.replicas)
 
-    def unwrap(self) -> nn.Module:
-        values = ((name, value.to("cpu", copy=True)) for name, value in self.gather(self.tensors()["model"]))
-        return materialize(self.meta_model, values)
+    def unwrap(self, folder: Path) -> nn.Module:
+        return put_together(self, self.meta_model, self.tensors()["model"], folder)
 
     def sum_over_replicas(self, value: Tensor) -> Tensor:
         """Add up a tensor in place over the processes that hold the same stages; return it. Collective over these."""

@@ -6,10 +6,13 @@ Independent of steps, epochs and files.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from inspect import signature
 from itertools import chain
+from pathlib import Path
+from threading import Semaphore, Thread
 from typing import Any
 
 import torch
@@ -17,25 +20,30 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hftune.atomic import explain_write_errors
 from hftune.distributed.collectives import Collectives
 from hftune.errors import ConfigError, TrainingError
 from hftune.models.adapters import has_adapter, trained_names
+from hftune.models.tensor_file import Pieces, in_file_order, on_disk, taken
 from hftune.strategies.averages import MovingAverage, averaged_names, averages_itself, part_here, to_training
 from hftune.strategies.optimizer_state import changed_options, check_optimizer, options_of, plain_state
+from hftune.strategies.whole_model import materialize
 
 Tensors = dict[str, dict[str, Tensor]]
 """By group and name: "model" has parameters and buffers; "optimizer" has moments, named ``parameter/moment``; "ema" has moving
 averages of the model's tensors, if training keeps them."""
 SavedState = tuple[Tensors, dict[str, Any]]
 """Tensors, and plain values (the gradient scaler's)."""
+Piece = tuple[str, torch.Size, int, Tensor]
+"""Name and shape of a whole tensor, the first row that this process has of it, and its rows."""
 
 
 class Sharding:
     """What this process holds of a model and its optimizer: here everything, as with one process or DDP through Accelerate.
 
     Saving and loading are written once, by the names of the whole model; so a checkpoint can be loaded under any other
-    sharding. Subclasses say what else a process may hold (``parameters``, ``tensors``, ``expected``) and how whole tensors
-    travel then (``gather``, ``scatter``).
+    sharding. Subclasses say what else a process may hold (``parameters``, ``tensors``, ``expected``), what of it is saved
+    (``pieces``) and how whole tensors are loaded (``scatter``).
     """
 
     model: nn.Module
@@ -50,10 +58,18 @@ class Sharding:
     """Whether the gradient has its memory between steps, too."""
     average: MovingAverage | None = None
     """Of what this process holds, with ``train.ema_decay``."""
+    is_spread = False
+    """Whether other processes than the main one have pieces of what is saved."""
 
     def __init__(self, accelerator: Accelerator, group: Collectives):
         self.accelerator, self.group = accelerator, group
         self._host: Tensors = {}
+        self._sender: Thread | None = None
+        self._channel: Any = None
+        """A group of processes of its own for the threads that send and write pieces."""
+        self._to_come = Semaphore(0)
+        self._num_to_come = 0
+        """Tensors of the last ``streamed`` that arrive in pieces, and those of them that have."""
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Keep this process's part of a model that all processes have built, with the main process's weights. Collective.
@@ -89,15 +105,14 @@ class Sharding:
         """Return the parameters and buffers of the whole model by name; only their shapes are read. Local."""
         return self.tensors()["model"]
 
-    def gather(self, group: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole tensors of one group of ``tensors`` on the main process, one at a time; elsewhere nothing.
+    def pieces(self, group: Mapping[str, Tensor]) -> Iterator[Piece]:
+        """Yield what this process adds to the whole tensors of one group of ``tensors``. Local.
 
-        Collective: all processes must exhaust it.
+        Together the processes yield each row once, and the main one yields all names of which no other process yields the first
+        row. A tensor without rows is one row.
         """
-        for key, value in group.items():
-            whole = self.whole(value)
-            if self.group.is_main:
-                yield key, whole
+        if self.group.is_main:
+            yield from ((name, value.shape, 0, value) for name, value in group.items())
 
     def scatter(self, part: Tensor | None, whole: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
         """Copy the main process's ``whole`` tensor into this process's ``part`` of it. Collective.
@@ -118,10 +133,16 @@ class Sharding:
             if buffer.is_floating_point():
                 self.group.broadcast_tensor(buffer)
 
-    def unwrap(self) -> nn.Module:
+    def unwrap(self, folder: Path) -> nn.Module:
         """Return a plain, whole model with the current weights on the main process. Elsewhere its values may be missing.
 
         Collective.
+
+        Args:
+            folder: in which weights that no process has as a whole are put together in a file, which goes with the model.
+
+        Raises:
+            TrainingError: the file cannot be written.
         """
         return self.model
 
@@ -195,16 +216,16 @@ class Sharding:
 
         The tensors are whole and on the host. They are copies, which the next call overwrites.
         """
+        saved = self.snapshot()
+        if saved is None:
+            return None
+        tensors, values = saved
+        return {group: {name: whole(value) for name, value in own.items()} for group, own in tensors.items()}, values
+
+    def snapshot(self) -> tuple[dict[str, dict[str, Tensor | Pieces]], dict[str, Any]] | None:
+        """Return what ``state`` does, but tensors as ``streamed``, so that no process ever holds the whole. Collective."""
         averages = {} if self.average is None else {"ema": self.average.values}
-        for name, group in (self.tensors() | averages).items():
-            copies = self._host.setdefault(name, {})
-            for key, whole in self.gather(group):
-                if key not in copies:
-                    copies[key] = empty_on_host(whole)
-                copies[key].copy_(whole, non_blocking=True)
-        if self.group.device.type == "cuda":
-            torch.cuda.synchronize(self.group.device)  # until then the copies are under way
-        plain = self.plain_state()
+        tensors, plain = self.streamed(self.tensors() | averages), self.plain_state()
         values: dict[str, Any] = {}
         if not self.group.is_main:
             return None
@@ -215,7 +236,83 @@ class Sharding:
         if (scaler := self.accelerator.scaler) is not None:
             scaled = scaler.state_dict()  # of a loss that is multiplied by the number of processes
             values["scaler"] = {**scaled, "scale": scaled["scale"] * self.group.num_processes}
-        return self._host, values
+        return tensors, values
+
+    def streamed(self, tensors: Tensors) -> dict[str, dict[str, Tensor | Pieces]]:
+        """Copy this process's pieces to the host, from where a thread sends them to the main process. Collective.
+
+        Returns:
+            On the main process, copies on the host, or pieces that arrive as they are taken. They must all be taken, group by
+            group and in the order of their names here. The next call waits for that, and overwrites the copies.
+        """
+        self.await_sent()
+        listed, mine, rank = [], list[dict[str, Tensor]](), self.group.process_index
+        for number, (name, group) in enumerate(tensors.items()):
+            copies = self._host.setdefault(name, {})
+            mine.append({})
+            for key, shape, first, piece in self.pieces(group):
+                if key not in copies or copies[key].shape != piece.shape:
+                    copies[key] = empty_on_host(piece)
+                mine[number][key] = copies[key].copy_(piece, non_blocking=True)
+                listed.append((number, key, shape, piece.dtype, first, rank, piece.nbytes))
+        if self.group.device.type == "cuda":
+            torch.cuda.synchronize(self.group.device)  # until then the copies are under way
+        if self.is_spread and self.group.num_processes > 1:
+            self._channel = self._channel or torch.distributed.new_group(backend="gloo", timeout=timedelta(hours=1))
+            listed = self.group.gather_to_main(listed) or []
+        if not self.group.is_main:
+            if not self.is_spread:
+                return {}
+            self._sender = Thread(target=self._send, args=(mine,), name="send pieces")
+            self._sender.start()
+            return {}
+        owners = [dict[str, list[tuple]]() for _ in tensors]
+        for number, key, *where in listed:
+            owners[number].setdefault(key, []).append(tuple(where))
+        return {
+            name: {
+                key: self._arriving(owners[number][key], mine[number].get(key))
+                for key in in_file_order({key: where[0][1] for key, where in owners[number].items()})
+            }
+            for number, name in enumerate(tensors)
+        }
+
+    def await_sent(self) -> None:
+        """Wait until the main process has taken all pieces. Local."""
+        for _ in range(self._num_to_come):
+            self._to_come.acquire()
+        self._num_to_come = 0
+        if self._sender is not None:
+            self._sender.join()
+            self._sender = None
+
+    def _send(self, mine: Sequence[Mapping[str, Tensor]]) -> None:
+        with suppress(RuntimeError):  # the main process has ended, which others find out as well
+            for group in mine:
+                for key in in_file_order({key: value.dtype for key, value in group.items()}):
+                    torch.distributed.send(as_bytes(group[key]), dst=0, group=self._channel)
+
+    def _arriving(self, owners: Sequence[tuple], own: Tensor | None) -> Tensor | Pieces:
+        """Return a tensor from the processes that have pieces of it: shape and type of the whole, first row, rank and bytes."""
+        shape, dtype, *_ = owners[0]
+        if own is not None and len(owners) == 1:
+            return own
+
+        def pieces() -> Iterator[Tensor]:
+            try:
+                for _, _, _, rank, size in sorted(owners, key=lambda owner: owner[2]):
+                    if rank == self.group.process_index:
+                        assert own is not None
+                        yield own
+                    else:
+                        received = torch.empty(size, dtype=torch.uint8)
+                        torch.distributed.recv(received, src=rank, group=self._channel)
+                        yield received.view(dtype)
+            finally:
+                self._to_come.release()
+
+        self._num_to_come += 1
+        return Pieces(shape, dtype, pieces())
 
     def load_state(self, saved: SavedState | None) -> None:
         """Load what ``state`` returned, under any sharding and number of processes. Collective.
@@ -276,6 +373,24 @@ class Sharding:
         return {**listed, **values}
 
 
+def put_together(sharding: Sharding, meta_model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> nn.Module:
+    """Return a copy of a model without values that has them on the main process: in a file, not in memory. Collective.
+
+    Raises:
+        TrainingError: the file cannot be written.
+    """
+    arriving, values = sharding.streamed({"whole": dict(tensors)}), dict[str, Tensor]()
+
+    def write() -> None:
+        with taken(arriving), explain_write_errors(folder):
+            values.update(on_disk(arriving["whole"], folder))
+
+    sharding.group.on_main(write)
+    sharding.await_sent()
+    del sharding._host["whole"]
+    return materialize(meta_model, values.items())
+
+
 def empty_on_host(whole: Tensor) -> Tensor:
     """Return memory for a copy, pinned if the tensor is on a GPU: the copy is then several times as fast, and may overlap."""
     copy = partial(torch.empty_like, whole, device="cpu", memory_format=torch.contiguous_format)
@@ -283,6 +398,14 @@ def empty_on_host(whole: Tensor) -> Tensor:
         return copy(pin_memory=whole.is_cuda)
     except RuntimeError:  # the machine does not allow so much pinned memory
         return copy()
+
+
+def as_bytes(value: Tensor) -> Tensor:
+    return value.reshape(-1).view(torch.uint8)
+
+
+def whole(value: Tensor | Pieces) -> Tensor:
+    return value if isinstance(value, Tensor) else value.whole()
 
 
 def start_equal(model: nn.Module, group: Collectives) -> None:

@@ -177,10 +177,9 @@ def weighed(folder: Path) -> Iterator[None]:
     """Write down, beside the folder, what Run.weighed and Run.has_copied read: bytes on each process, and whole copies."""
     original, original_copy = Strategy.optimizer_step, ShardedWeights.whole_copy
 
-    def whole_copy(self: ShardedWeights, device: Any, everywhere: bool) -> Any:
-        if everywhere:
-            folder.with_name(f"{folder.name}-copied").touch()
-        return original_copy(self, device, everywhere)
+    def whole_copy(self: ShardedWeights) -> Any:
+        folder.with_name(f"{folder.name}-copied").touch()
+        return original_copy(self)
 
     def own(tensors: Iterable[Any]) -> int:
         parts = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)

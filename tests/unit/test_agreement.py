@@ -71,7 +71,11 @@ def test_the_file_of_ones_own_task_counts_as_code():
 
 
 def test_packages_that_pip_put_into_a_folder_of_the_user_s_do_not_count_as_code(tmp_path, monkeypatch):
-    for folder, source in (("mine", "import installed_aside.deep\n"), ("target/installed_aside", ""), ("target/aside-1.dist-info", "")):
+    for folder, source in (
+        ("mine", "import installed_aside.deep\n"),
+        ("target/installed_aside", ""),
+        ("target/aside-1.dist-info", ""),
+    ):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "__init__.py").write_text(source)
     (tmp_path / "target" / "installed_aside" / "deep.py").touch()

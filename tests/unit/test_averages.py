@@ -17,7 +17,11 @@ def prepared(model, optimizer, keeps_average):
         device=torch.device("cpu"), prepare=lambda *parts: parts, unwrap_model=lambda model: model, scaler=None
     )
     group = SimpleNamespace(
-        is_main=True, on_main=lambda call: call(), device=torch.device("cpu"), broadcast_tensor=lambda value: None
+        is_main=True,
+        process_index=0,
+        on_main=lambda call: call(),
+        device=torch.device("cpu"),
+        broadcast_tensor=lambda value: None,
     )
     sharding = Sharding(accelerator, group)
     sharding.prepare(model, optimizer)
