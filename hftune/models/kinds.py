@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 ATTENTION = "hftune_packed"
 """Name of hftune's attention function, where transformers keeps its own; see ``hftune.models.packing``."""
+FILE_SIZE = "5GB"
+"""Of the largest file of an exported model; ``from_pretrained`` reads one after the other."""
 TARGETS = "targets"
 """The keyword argument of a model that computes its loss with its head: (B, T) int64; see ``hftune.models.scored_head``."""
 

@@ -436,7 +436,9 @@ class ImageClassification(ImageTask):
         Of a network: model.safetensors, and config.json with all that is needed to build it and to prepare its inputs.
         """
         if self._is_of_transformers:
-            model.save_pretrained(directory)
+            from hftune.models.kinds import FILE_SIZE
+
+            model.save_pretrained(directory, max_shard_size=FILE_SIZE)
             self._form.processor.save_pretrained(directory)
             return
         super().save(model, directory)

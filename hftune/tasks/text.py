@@ -453,7 +453,9 @@ class TextTask(DatasetTask):
 
     def save(self, model: PreTrainedModel, directory: Path) -> None:
         """Write model and tokenizer for ``from_pretrained``."""
-        model.save_pretrained(directory)
+        from hftune.models.kinds import FILE_SIZE
+
+        model.save_pretrained(directory, max_shard_size=FILE_SIZE)
         self.text_tokenizer.save_pretrained(directory)
 
     def load(self, directory: Path) -> PreTrainedModel:

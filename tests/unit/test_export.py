@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from hftune import ConfigError, Task, TrainingError
+from hftune import ConfigError, Recipe, Task, TrainingError, load_model
 from hftune.atomic import restore, write_text
 from hftune.checkpoints.export import export, read, readable
 from hftune.inference import load_export
+from tests.support.predictions import untrained
+from tests.support.runs import TINY
 
 
 class Saver:
@@ -189,3 +191,20 @@ def test_a_file_of_a_model_that_may_not_be_read_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: path.name != "model.safetensors")  # root may read everything
     with pytest.raises(ConfigError, match=r"model.safetensors cannot be read: permission denied\. Ask its owner"):
         read(tmp_path, Path.iterdir)
+
+
+def test_a_large_model_is_several_files_that_everybody_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr("hftune.models.kinds.FILE_SIZE", "40KB")
+    torch.manual_seed(0)
+    parts = untrained("yelp_demo", tmp_path / "parts", *TINY)
+    monkeypatch.undo()
+    torch.manual_seed(0)
+    whole = untrained("yelp_demo", tmp_path / "whole", *TINY)
+    files = [path.name for path in (parts / "model").glob("*.safetensors*")]
+    assert "model.safetensors.index.json" in files and len(files) > 2
+    models = [
+        load_model(run, device="cpu").predict(["Superb.", "Cold, and late."], probabilities=True) for run in (parts, whole)
+    ]
+    assert models[0] == models[1]
+    built = [Recipe.load("yelp_demo", f"task.model={run / 'model'}").task.build_model() for run in (parts, whole)]
+    assert all(map(torch.equal, *(model.state_dict().values() for model in built)))
