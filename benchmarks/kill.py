@@ -1,11 +1,12 @@
 """Kill training with SIGKILL at random moments, start it again until it is done, and compare with a run that was left alone.
 
-    python benchmarks/kill.py [N] [--seed 0] [--processes 1 2]
+    python benchmarks/kill.py [N] [--seed 0] [--processes 1 2] [--only "while a checkpoint is written"] [--sharded]
 
 N runs (default 10) of a small BERT with dropout, a checkpoint every third step and one at the end of an epoch. Each is killed
 once or twice, at a random moment after its first checkpoint: all of its processes; one of them, where there are two; or, every
 third time, at once when a checkpoint's temporary folder is seen (five seconds later at the latest). Then the same command is
 given again. "bit-equal": all weights of the last model, all logged losses and the ledger's audit are those of the unbroken run.
+With --sharded the processes train under FSDP, where each sends its pieces of a checkpoint to the main one.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ RECIPE = (
     *("train.micro_batch_tokens=null", "train.epochs=3", "train.log_every=1", "eval.every=7", "checkpoint.every=3"),
 )
 STEPS = 30
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 KINDS = ("all processes", "one process", "while a checkpoint is written")
 
 
@@ -44,10 +46,11 @@ def main() -> int:
     draw, table, kills, equal = random.Random(options.seed), Counter(), Counter(), Counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        os.environ |= FSDP if options.sharded else {}
         expected = {count: unbroken(folder / f"unbroken-{count}", count) for count in options.processes}
         for number in range(options.runs):
             count = options.processes[number % len(options.processes)]
-            kind = KINDS[number // len(options.processes) % len(KINDS)]
+            kind = options.only or KINDS[number // len(options.processes) % len(KINDS)]
             if kind == "one process" and count == 1:
                 kind = KINDS[0]
             wanted = options.kills or 1 + draw.randrange(2)
@@ -59,9 +62,10 @@ def main() -> int:
             print(f"{number + 1}: {count} processes, {kind}, killed {killed} times: {said}", flush=True)
     rows = [(*key, runs, kills[key], equal[key]) for key, runs in sorted(table.items())]
     rows.append(("all", "", table.total(), kills.total(), equal.total()))
-    title = f"{options.runs} runs of {STEPS} steps, seed {options.seed}"
+    how = " under FSDP" if options.sharded else ""
+    title = f"{options.runs} runs of {STEPS} steps{how}, seed {options.seed}"
     tables = [print_table(title, ("killed", "processes", "runs", "kills", "bit-equal"), rows)]
-    what = f"{options.runs} runs killed {kills.total()} times in all with SIGKILL at random moments, then resumed"
+    what = f"{options.runs} runs{how} killed {kills.total()} times in all with SIGKILL at random moments, then resumed"
     save(__file__, options, tables, {what: f"{equal.total()} bit-equal to the unbroken run"})
     return 0 if equal.total() == options.runs else 1
 
@@ -71,6 +75,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("runs", type=int, nargs="?", default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, help="of each run; default: one or two")
+    parser.add_argument("--only", choices=KINDS)
+    parser.add_argument("--sharded", action="store_true", help="train under FSDP")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     return parse_options(parser, smoke={"runs": 1, "processes": [1], "kills": 1})
 

@@ -343,7 +343,8 @@ def add_model(
             rows = max(len(part.samples) for part in candidate.parts)
             longest = None if plan.data.longest is None else max(part.length for part in candidate.parts)
             plan.memory = Memory(**asdict(memory), device=device.type, samples=rows, longest=longest)
-            plan.memory.host_copy_bytes = plan.disk.checkpoint_bytes
+            copied = memory.weights_bytes - memory.frozen_bytes + memory.optimizer_bytes + memory.average_bytes
+            plan.memory.host_copy_bytes = plan.disk.checkpoint_bytes if plan.pipeline is None else copied
         except NEEDS_VALUES as error:
             plan.notices.append(f"The memory cannot be estimated: the forward pass or the loss {needs_values(error)}")
         classes = class_names((module, "") for module in model.modules() if has_running_statistics(module))

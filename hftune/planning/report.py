@@ -176,7 +176,8 @@ def memory(plan: Plan) -> Iterator[str]:
     for pp_rank, size in enumerate(peaks):
         if size != found.peak_bytes:
             yield f"{data_size(size)} on {processes(plan.pipeline, pp_rank, len(peaks))}"
-    yield f"plus {data_size(found.host_copy_bytes)} of host memory on the main process, from which checkpoints are written"
+    where = "the main process" if plan.pipeline is None else "each process"
+    yield f"plus {data_size(found.host_copy_bytes)} of host memory on {where}, from which checkpoints are written"
 
 
 def disk(found: Disk) -> Iterator[str]:

@@ -519,9 +519,9 @@ def test_after_the_end_nothing_more_is_uploaded(here, address, monkeypatch, kind
 
 def test_a_disk_that_is_slow_has_moved(tmp_path, monkeypatch):
     place = Bucket(f"file://{tmp_path}/disk/run", tmp_path / "here", lambda: True).place
-    big, moved = tmp_path / "big", []
+    big, moved, has_moved = tmp_path / "big", [], place.moved
     big.write_bytes(bytes(3 * place.fs.blocksize))
-    monkeypatch.setattr(place, "moved", lambda **_: moved.append(1))
+    monkeypatch.setattr(place, "moved", lambda **given: moved.append(1) or has_moved(**given))
     place._meter.call = place.moved
     place.put(big, "model/x", "")
     assert len(moved) > 3
