@@ -24,6 +24,7 @@ from hftune.errors import ConfigError, DataError, format_value
 from hftune.metrics.named import load_metrics
 from hftune.models.adapter_files import is_quantized
 from hftune.models.adapters import add_adapter, base_digest, check_installed, has_adapter, new_modules
+from hftune.models.balancing import LoadBalancing
 from hftune.models.dropout import replace_dropout
 from hftune.models.weights import load_weights, weight_files
 from hftune.optim import check_schedule, freeze, optimizer_class
@@ -96,6 +97,11 @@ def build(recipe: Recipe, progress: Progress, datasets: Mapping[str, Any] | None
     parts = Parts(datasets, plan, model, num_steps)
     if is_main:
         parts.base = base_digest(model) if has_adapter(model) else None
+        if (balancing := getattr(model, "load_balancing", None)) is not None:
+            said.append(
+                f"train/loss balances the experts, router_aux_loss_coef={balancing.coefficient:g}: a step of more than one "
+                "micro-batch per process takes a second forward pass."
+            )
         parts.notices = said + check_sums(recipe.task, model, first_epoch(recipe, datasets), plan.lengths)
     return parts
 
@@ -207,7 +213,7 @@ def build_model(recipe: Recipe, notices: list[str] | None = None) -> nn.Module:
 
     Raises:
         ConfigError: the model does not support the gradient checkpointing that the recipe asks for; ``task.weights``,
-            ``train.freeze`` or ``adapter`` do not fit it.
+            ``train.freeze`` or ``adapter`` do not fit it; its experts cannot be balanced.
     """
     torch.manual_seed(recipe.seed)
     with load_options(recipe):
@@ -216,6 +222,7 @@ def build_model(recipe: Recipe, notices: list[str] | None = None) -> nn.Module:
         said = load_weights(model, path)
         if notices is not None:
             notices += said
+    balance_experts(recipe, model)
     freeze(model, recipe.train.freeze)
     if recipe.adapter.type is not None:
         check_statistics(recipe, model)
@@ -235,6 +242,22 @@ def build_model(recipe: Recipe, notices: list[str] | None = None) -> nn.Module:
     else:
         replace_dropout(model)
     return model
+
+
+def balance_experts(recipe: Recipe, model: nn.Module) -> None:
+    """Take over the loss that balances a mixture's experts, if the model's config asks for it.
+
+    Raises:
+        ConfigError: as ``LoadBalancing``; or a pipeline or a compiled model would have to compute it.
+    """
+    if not any(getattr(getattr(part, "config", None), "output_router_logits", False) for part in model.modules()):
+        return
+    if recipe.parallel.pipeline_stages > 1 or recipe.train.compile:
+        raise ConfigError(
+            "task.model_config.output_router_logits is true, but neither a pipeline nor a compiled model can balance its "
+            "experts. Set parallel.pipeline_stages=1 and train.compile=false, or task.model_config.output_router_logits=false."
+        )
+    model.load_balancing = LoadBalancing(model)
 
 
 def load_options(recipe: Recipe) -> AbstractContextManager[None]:

@@ -82,13 +82,6 @@ def load_config(model: str | None, overrides: Mapping[str, Any], commit: str | N
     except StrictDataclassError as error:
         raise ConfigError(f"{key} cannot be used: {wrong_value(error)}.") from error
     refuse_unknown(unknown, config.to_dict(), type(config).__name__)
-    # The model's own loss would balance its experts; hftune's does not, as yet.
-    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        if getattr(part, "output_router_logits", False):
-            raise ConfigError(
-                f"task.model_config.output_router_logits is true, with which {config.model_type} adds a loss that balances its "
-                "experts. hftune computes the loss without it. Set task.model_config.output_router_logits=false."
-            )
     return config
 
 

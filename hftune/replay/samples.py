@@ -202,20 +202,21 @@ def look_inside(replayer: Replayer, batch: StepBatch, report: StepReport, pictur
 def batch_loss(replayer: Replayer, batch: StepBatch, step: int) -> float:
     """Return the mean loss of a batch at the present weights, with the dropout of its own step. Leaves no trace. Collective."""
     strategy, task = whole_model(replayer), replayer.task
-    own = torch.zeros(2, dtype=strategy.exact, device=strategy.device)
+    own = torch.zeros(3, dtype=strategy.exact, device=strategy.device)
     own[1] = batch.counts[0]
     with leaving_no_trace(strategy.sharding.model), torch.no_grad():
+        balance = strategy.balance(batch, replayer.recipe.seed, step - 1)
         if isinstance(task, BatchLossTask):
             embeddings, labels = strategy.embed(task, batch, replayer.recipe.seed, step - 1)
             losses_B, _ = step_losses(task, batch, embeddings, labels, strategy.sum)
             own[0] = losses_B.sum() if strategy.is_main else 0.0
         else:
             for index, weight in enumerate(batch.weights):
-                if weight:
-                    outputs, inputs = strategy.compute_again(batch, index, replayer.recipe.seed, step - 1)
-                    own[0] += task.loss(outputs, task.target(inputs))
-    loss, items = strategy.sum(own).tolist()
-    return loss / items
+                outputs, inputs = strategy.compute_again(batch, index, replayer.recipe.seed, step - 1)
+                own[0] += weight * task.loss(outputs, task.target(inputs))
+                own[2] += 0 if balance is None else weight * balance(inputs)
+    loss, items, experts = strategy.sum(own).tolist()
+    return loss / items + experts
 
 
 def holds_whole_model(strategy: Strategy) -> bool:

@@ -138,7 +138,7 @@ class DataParallel(Strategy):
         # DDP and FSDP average the processes' gradients: times num_processes it is their sum, over all items the global mean.
         scale, losses = self.num_processes / items, []
         self._statistics.begin()
-        loss_of = self._loss_of(batch, seed, step)
+        loss_of, balance = self._loss_of(batch, seed, step), self.balance(batch, seed, step)
         self.times.begin_computing()
         for index, (micro_batch, weight, loaded) in enumerate(zip(batch.mine, batch.weights, batch.batches, strict=True)):
             self.progress.samples(micro_batch.samples)
@@ -151,6 +151,8 @@ class DataParallel(Strategy):
                 with self._statistics.micro_batch(weight * len(micro_batch.samples)):
                     outputs = compute(self.sharding.wrapped, **inputs_of(self.task, inputs, self.scores_head))
                 loss = loss_of(index, outputs, self.task.target(inputs))
+                if balance is not None:
+                    loss = loss + balance(inputs) * items.to(loss.dtype)
                 scaled = loss * (scale * weight).to(loss.dtype)
                 if is_last:
                     self.times.end_computing_after(scaled)
@@ -181,20 +183,33 @@ class DataParallel(Strategy):
         cached = cached_losses(task, batch, embeddings, labels, self.sum)
         return lambda index, outputs, target: cached(index, task.embed(outputs, target))
 
+    def balance(self, batch: StepBatch, seed: int, step: int) -> Callable[[dict[str, Any]], Tensor] | None:
+        """Return the function of a batch that returns what it, just computed, adds to the mean loss by its choice of experts.
+
+        That takes the choices of the whole step, so each micro-batch is computed twice, unless there is one per process. None:
+        experts are not balanced. Collective.
+        """
+        if (balancing := getattr(self.sharding.model, "load_balancing", None)) is None:
+            return None
+
+        def over_step(each: Sequence[Tensor]) -> Tensor:
+            weighted = [choices.to(self.exact) * weight for choices, weight in zip(each, batch.weights, strict=True)]
+            return self.sum(torch.stack(weighted).sum(0))
+
+        if len(batch.plan) <= self.num_processes:
+            return lambda inputs: balancing.loss(inputs, over_step([balancing.choices(inputs)]))
+        with torch.no_grad(), self._statistics.micro_batch(0):
+            each = [balancing.choices(self.compute_again(batch, index, seed, step)[1]) for index in range(len(batch.mine))]
+        of_step = over_step(each)
+        return lambda inputs: balancing.loss(inputs, of_step)
+
     @torch.no_grad()
     def embed(self, task: BatchLossTask, batch: StepBatch, seed: int, step: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return embeddings and labels of each micro-batch, drawing the dropout that the second pass draws."""
         embeddings, labels = [], []
-        for micro_batch, weight, loaded in zip(batch.mine, batch.weights, batch.batches, strict=True):
-            self.progress.samples(micro_batch.samples)
-            self._seeds.begin(seed, step, micro_batch.index)
-            inputs = send_to_device(loaded, self.device, non_blocking=True)
-            with (
-                self.explained_memory_errors(inputs, step),
-                self._statistics.at_rest(weight == 0),
-                self._statistics.micro_batch(0),
-            ):
-                outputs = compute(self.sharding.model, **inputs_of(task, inputs))  # past DDP, whose forward is collective
+        for index, weight in enumerate(batch.weights):
+            with self._statistics.at_rest(weight == 0), self._statistics.micro_batch(0):
+                outputs, inputs = self.compute_again(batch, index, seed, step)
             target = task.target(inputs)
             embeddings.append(task.embed(outputs, target))
             labels.append(task.batch_labels(target))

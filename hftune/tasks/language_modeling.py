@@ -6,7 +6,7 @@ torch, transformers and datasets are imported inside the methods, so that mistyp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -186,11 +186,8 @@ class LanguageModeling(TokenTask):
     def lengths(self, dataset: Blocks) -> np.ndarray:
         return dataset.lengths
 
-    def collate(self, examples: Sequence[dict[str, Any]]) -> Batch:
-        """Pad on the right, without a mask: no token sees later ones, and without one attention uses its fastest kernel."""
-        return {name: value for name, value in super().collate(examples).items() if name != "attention_mask"}
-
     def inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return no mask: no token sees the padding on its right, and without one attention uses its fastest kernel."""
         return {"input_ids": batch["input_ids"], "use_cache": False}
 
     def marked(self, example: Mapping[str, Any]) -> list[tuple[str, bool]]:

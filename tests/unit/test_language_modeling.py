@@ -232,10 +232,6 @@ def test_data_that_cannot_work_are_refused_before_a_model_is_built(task, write_r
             "task.model_config cannot be used: hidden_size=15 is not a multiple of 2 * num_attention_heads=4.",
         ),
         ({"nhead": 3}, "task.model_config.nhead is not a key of TransformerLMConfig."),
-        (
-            {"model_type": "mixtral", "output_router_logits": True},
-            "hftune computes the loss without it. Set task.model_config.output_router_logits=false.",
-        ),
         ({"model_type": "transformer"}, "'transformer' is not known to transformers. Did you mean 'transformer_lm'?"),
     ],
 )
