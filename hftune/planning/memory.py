@@ -6,6 +6,7 @@ takes milliseconds, and its tensors can be counted one by one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,6 +84,20 @@ def as_fake(model: nn.Module, device: torch.device) -> None:
                 empty = torch.empty_like(value, device=device)
                 made[value] = nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
             setattr(module, name, made[value])
+
+
+@contextmanager
+def experts_by_shape() -> Iterator[None]:
+    """Let transformers' experts use their own operation in place of torch's, which (2.13) has shapes for bf16 alone."""
+    experts: Any = sys.modules.get("transformers.integrations.moe")
+    if experts is None:
+        yield
+        return
+    original, experts._can_use_grouped_mm = experts._can_use_grouped_mm, lambda *arguments: False
+    try:
+        yield
+    finally:
+        experts._can_use_grouped_mm = original
 
 
 class TensorBytes(TorchDispatchMode):

@@ -45,6 +45,7 @@ from hftune.planning.memory import (
     TensorBytes,
     as_fake,
     average_bytes,
+    experts_by_shape,
     make_optimizer_state,
     packable_weights,
     step_memory,
@@ -314,7 +315,7 @@ def add_model(
     plan.parameters = sum(parameter.numel() for parameter in model.parameters())
     plan.trainable_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     plan.notices += recipe.task.notices(datasets, model)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), experts_by_shape():
         as_fake(model, device)
         try:
             optimizer = build_optimizer(model.train(), recipe)

@@ -226,6 +226,22 @@ def test_bytes_are_those_of_real_tensors():
         assert (real.gradients_bytes == real.weights_bytes) == has_gradients
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_experts_are_planned_with_the_bytes_of_a_real_step(kind):
+    sizes = "hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, intermediate_size: 32, head_dim: 16"
+    words = (f"task.model_config={{model_type: {kind}, {sizes}, num_local_experts: 4}}", "train.parts=1", "train.packing=off")
+    words = (*words, "task.max_train_samples=40", "task.max_eval_samples=4", "train.batch_size=40", "train.micro_batch_size=40")
+    recipe = Recipe.load("chats_demo", *words, "train.micro_batch_tokens=null")
+    memory, task = make_plan(recipe).memory, recipe.task
+    dataset, model = task.datasets()["train"], task.build_model().train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    make_optimizer_state(optimizer)
+    batch = task.collate([*dataset])
+    real = step_memory(model, optimizer, lambda: task.loss(model(**task.inputs(batch)), task.target(batch)).backward(), False)
+    assert (memory.weights_bytes, memory.optimizer_bytes) == (real.weights_bytes, real.optimizer_bytes)
+    assert memory.activations_bytes == pytest.approx(real.activations_bytes, rel=0.05)
+
+
 def test_bf16_and_gradient_checkpointing_take_less_memory():
     wide = "task.model_config={model_type: bert, hidden_size: 64, num_hidden_layers: 4, num_attention_heads: 2, intermediate_size: 256}"
     words = (wide, *TINY[1:], *DATA, FEW, "train.batch_size=8", "train.micro_batch_size=8", "train.micro_batch_tokens=null")

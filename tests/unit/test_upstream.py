@@ -322,6 +322,22 @@ def a_plans_tensors_are_fake_ones():
         assert isinstance(torch.zeros(1) + 1, FakeTensor)
 
 
+def experts_have_shapes_only_where_they_do_without_torchs_operation():
+    from torch._subclasses import FakeTensorMode
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    from hftune.planning.memory import experts_by_shape
+
+    config = MixtralConfig(hidden_size=16, intermediate_size=16, num_local_experts=4, experts_implementation="grouped_mm")
+    with FakeTensorMode():
+        experts, choices = MixtralExperts(config), torch.zeros(8, 2)
+        with experts_by_shape():
+            assert experts(torch.zeros(8, 16), choices.long(), choices).shape == (8, 16)
+        with pytest.raises(RuntimeError, match="BF16"):  # until then
+            experts(torch.zeros(8, 16), choices.long(), choices)
+
+
 def persistent_workers_are_shut_down_by_their_iterator():
     from torch.utils.data import DataLoader
 
@@ -450,6 +466,13 @@ TABLE = [
         "a loss that leaves out tokens without a target cannot count them in a plan",
         "a public FakeTensorMode",
         values_are_refused_without_values,
+    ),
+    Upstream(
+        "_can_use_grouped_mm",
+        "planning",
+        "hftune plan computes experts in float32 with tensors that have no values",
+        "torch's grouped_mm has shapes for what it computes (2.13: for bf16 alone)",
+        experts_have_shapes_only_where_they_do_without_torchs_operation,
     ),
     *(
         Upstream(
