@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -11,11 +12,17 @@ import numpy as np
 from torch.utils.data import ConcatDataset
 from transformers import PreTrainedTokenizerBase
 
-from hftune.data.cache import cached_arrays, mapped
+from hftune.data.cache import Stream, cached_arrays, saying
+from hftune.data.in_place import RowsInPlace
+from hftune.data.pieces import ids_of
+from hftune.data.rows import check_texts
 from hftune.data.splits import subsample_indices
-from hftune.data.tokenized import flat_arrays, tokenizer_key
+from hftune.data.tokenized import tokenizer_key
 from hftune.data.word_tokenizer import has_whole_words
 from hftune.errors import DataError
+
+AT_ONCE, AT_ONCE_BYTES = 1000, 2**22
+"""Rows that are tokenized together, at most, and about how many bytes they may have."""
 
 
 class Blocks(Sequence):
@@ -84,25 +91,43 @@ class JoinedBlocks(ConcatDataset):
         return np.concatenate([part.lengths for part in self.datasets])
 
 
-def token_stream(rows: datasets.Dataset, column: str, tokenizer: PreTrainedTokenizerBase, split: str) -> np.ndarray:
+def token_stream(
+    rows: datasets.Dataset | RowsInPlace,
+    column: str,
+    tokenizer: PreTrainedTokenizerBase,
+    split: str,
+    row_of: Callable[[int], Any] = int,
+) -> np.ndarray:
     """Return the tokens of all rows, int32: each row's words and <eos>, or, for other tokenizers, its text and a newline.
 
     The array is mapped from a file, which the processes of a machine share.
+
+    Args:
+        split: what messages call the rows.
+        row_of: translates the number of a row for them.
+
+    Raises:
+        DataError: a row that is read in place has no text.
     """
 
     def make() -> dict[str, Any]:
-        return flat_arrays(mapped(rows, encode, f"Tokenizing {split}", tokenizer=tokenizer, column=column))
+        return {"input_ids": Stream(np.int32, None, _tokens(rows.select_columns([column]), tokenizer, split, row_of))}
 
     return cached_arrays(["stream", rows._fingerprint, tokenizer_key(tokenizer), column], make)["input_ids"]
 
 
-def encode(batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase, column: str) -> dict[str, list[list[int]]]:
-    """Tokenize rows, each with the token or newline that ends it."""
-    lines = [text.rstrip("\r\n") for text in batch[column]]
-    if has_whole_words(tokenizer):
-        ids = tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"]
-        return {"input_ids": [[*row, tokenizer.eos_token_id] for row in ids]}
-    return {"input_ids": tokenizer([f"{line}\n" for line in lines], add_special_tokens=False, verbose=False)["input_ids"]}
+def _tokens(rows: Any, tokenizer: Any, split: str, row_of: Callable[[int], Any]) -> Iterator[np.ndarray]:
+    (column,) = rows.column_names
+    newline, end = ("", array("i", [tokenizer.eos_token_id]).tobytes()) if has_whole_words(tokenizer) else ("\n", b"")
+    size = max(1, min(AT_ONCE, len(rows) * AT_ONCE_BYTES // max(rows.data.nbytes, 1)))
+    done, say = 0, saying(f"Tokenizing {split}", len(rows))
+    for table in rows.with_format("arrow").iter(size):
+        if table.column(0).null_count:
+            some = rows.select(range(done, done + len(table))).read()
+            check_texts(some, column, split, True, [*map(row_of, some.numbers.tolist())].__getitem__)
+        lines = [text.rstrip("\r\n") + newline for text in table.column(0).to_pylist()]
+        yield np.frombuffer(end.join([*ids_of(lines, tokenizer), b""]), np.int32)
+        say(done := done + len(lines))
 
 
 def check_stream(stream: np.ndarray, block_length: int, split: str) -> None:

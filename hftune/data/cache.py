@@ -124,11 +124,12 @@ class Stream:
     """An array to write that need not be in memory as a whole.
 
     Args:
+        shape: None for an array of one dimension whose length its chunks tell.
         chunks: consecutive slices along its first dimension; consumed only if the array is written.
     """
 
     dtype: Any
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
     chunks: Iterable[np.ndarray]
 
 
@@ -204,10 +205,15 @@ def _write(path: Path, arrays: Mapping[str, np.ndarray | Stream]) -> None:
         stream = array if isinstance(array, Stream) else Stream(array.dtype, array.shape, [array])
         # Written, not mapped: writing into a mapped file would kill the process if the disk is full.
         with atomic_path(_file(path, name), is_shared=True) as temporary, temporary.open("wb") as file:
-            header = {"descr": np.dtype(stream.dtype).str, "fortran_order": False, "shape": stream.shape}
-            np.lib.format.write_array_header_1_0(file, header)
+            header = {"descr": np.dtype(stream.dtype).str, "fortran_order": False, "shape": stream.shape or (0,)}
+            np.lib.format.write_array_header_1_0(file, header)  # of the same length for any number of rows
+            start = file.tell()
             for chunk in stream.chunks:
                 file.write(np.ascontiguousarray(chunk, dtype=stream.dtype).reshape(-1).view(np.uint8).data)
+            if stream.shape is None:
+                header["shape"] = ((file.tell() - start) // np.dtype(stream.dtype).itemsize,)
+                file.seek(0)
+                np.lib.format.write_array_header_1_0(file, header)
     with atomic_path(path.with_suffix(".json"), is_shared=True) as temporary:
         temporary.write_text(json.dumps({name: _checksum(_file(path, name)) for name in arrays}), encoding="utf-8")
 
@@ -225,7 +231,10 @@ def _checksum(path: Path) -> str:
 
 
 def saying(note: str, total: int, unit: str = "rows") -> Callable[[int], None]:
-    """Return what to call with how much is done: it prints a line each SAY_S, which a log needs where there is no bar."""
+    """Return what to call with how much is done: it moves a bar, or, as in a log, prints a line each SAY_S."""
+    if not datasets.are_progress_bars_disabled():
+        bar = datasets.utils.tqdm(total=total, desc=note, unit=f" {unit}", delay=1)
+        return lambda done: bar.update(done - bar.n)
     said = time.monotonic()
 
     def say(done: int) -> None:
@@ -247,14 +256,14 @@ def mapped(
         processes: number of processes that share the work; see ``idle_cores``.
         numbered: pass the indices of the rows as well, as the second argument.
     """
-    name, done, say = f".mapped-{uuid4().hex}", 0, saying(note, len(dataset))
+    name, done = f".mapped-{uuid4().hex}", 0
+    say = saying(note, len(dataset)) if datasets.are_progress_bars_disabled() else lambda done: None  # as map has a bar
 
     def said(rows: Mapping[str, list], *numbers: Any, **others: Any) -> Any:
         nonlocal done
         made = function(rows, *numbers, **others)
         done += len(next(iter(rows.values())))
-        if datasets.are_progress_bars_disabled():
-            say(done)
+        say(done)
         return made
 
     try:

@@ -34,8 +34,8 @@ LOOKED_AT = 2**23
 """Bytes that are looked through together, a multiple of both."""
 SEEN = 16
 """Pieces of a jsonl file by which the types of its columns are known."""
-AT_ONCE = 8192
-"""Rows in memory at a time, if all are read."""
+AT_ONCE = 2**24
+"""Bytes in memory at a time, about, if all rows are read."""
 Block = tuple[str, Callable[[], Any], int]
 """Name of a part, how to fetch it, and its bytes."""
 
@@ -321,12 +321,17 @@ class RowsInPlace:
 
     def iter(self, size: int) -> Iterator[pa.Table]:
         """Read all rows, and return so many at a time."""
-        most, say = max(1, AT_ONCE // size) * size, saying(f"Reading {', '.join(self.features)}", len(self))
+        most = max(1, self.at_once // size) * size
         for start in range(0, len(self), most):
             stop = min(start + most, len(self))
+            self.expect(np.arange(start, min(stop + most, len(self))))
             table = self._table(np.arange(start, stop) if self.numbers is None else self.numbers[start:stop])
             yield from (table.slice(first, size) for first in range(0, stop - start, size))
-            say(stop)
+
+    @property
+    def at_once(self) -> int:
+        """Rows that are read together if all are."""
+        return max(1, len(self) * AT_ONCE // max(self.data.nbytes, 1))
 
     def _table(self, numbers_N: np.ndarray) -> pa.Table:
         kind = self.features.arrow_schema
@@ -413,7 +418,10 @@ class Column(Sequence):
         return len(self.rows)
 
     def __iter__(self) -> Iterator[Any]:
-        return (value for table in self.rows.iter(AT_ONCE) for value in table.column(0).to_pylist())
+        done, say = 0, saying(f"Reading {self.rows.column_names[0]}", len(self))
+        for table in self.rows.iter(self.rows.at_once):
+            yield from table.column(0).to_pylist()
+            say(done := done + len(table))
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, int):

@@ -63,6 +63,14 @@ class Pieces:
         return before.tobytes(), after.tobytes()
 
 
+def ids_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
+    """Return the ids of each text, without special tokens, as the bytes of int32."""
+    if (pieces := pieces_of(tokenizer)) is not None:
+        return pieces.ids(texts)
+    found = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    return [array("i", ids).tobytes() for ids in found]
+
+
 @lru_cache(maxsize=2)
 def pieces_of(tokenizer: PreTrainedTokenizerBase) -> Pieces | None:
     """Return the pieces of a tokenizer; None if it is slow, or does more to a text than its backend."""

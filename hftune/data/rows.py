@@ -320,15 +320,20 @@ def check_texts(
     Args:
         row_of: translates an index to the row in the data, for the message; None: as ``row_numbers`` does.
     """
-    kind = rows.features[column]
-    if getattr(kind, "dtype", None) not in ("string", "large_string"):
-        raise DataError(f"Column {column!r} of the {split} split holds {getattr(kind, 'dtype', kind)}, not text.")
+    check_kind(rows, column, split)
     if len(rows) < MIN_CACHED_ROWS:
         _read_all(rows, column, split, may_be_empty, row_of)
         return
     cached_value(
         ["texts checked", rows._fingerprint, column, may_be_empty], lambda: _read_all(rows, column, split, may_be_empty)
     )
+
+
+def check_kind(rows: datasets.Dataset, column: str, split: str) -> None:
+    """Raise DataError if a column is not of strings."""
+    kind = rows.features[column]
+    if getattr(kind, "dtype", None) not in ("string", "large_string"):
+        raise DataError(f"Column {column!r} of the {split} split holds {getattr(kind, 'dtype', kind)}, not text.")
 
 
 def _read_all(

@@ -223,8 +223,8 @@ class Chats(TokenTask):
         return {split: samples for split, samples in datasets.items() if split not in self.later}
 
     @property
-    def _least_later(self) -> float:
-        return math.inf if self.prepare == "auto" else super()._least_later  # a late chat may be several samples
+    def _least_in_place(self) -> float:
+        return math.inf if self.prepare == "auto" else super()._least_in_place  # a late chat may be several samples
 
     @property
     def _settings(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +120,7 @@ class LanguageModeling(TokenTask):
         if self.tokenizer in TRAINED:
             rows, column = self.rows["train"], self.text_column
             depends_on = ["words", rows._fingerprint, column, self.tokenizer, self.vocab_size, version("tokenizers")]
-            words = cached_value(depends_on, lambda: train_words(rows[column], self.tokenizer, self.vocab_size))
+            words = cached_value(depends_on, lambda: train_words(filter(None, rows[column]), self.tokenizer, self.vocab_size))
             return word_tokenizer(words, self.tokenizer)
         if self.tokenizer is not None:
             return load_tokenizer(self.tokenizer, "task.tokenizer", self.tokenizer_commit)
@@ -139,7 +140,8 @@ class LanguageModeling(TokenTask):
         from hftune.data.blocks import Blocks, check_stream, token_stream
 
         counts = {"train": self.max_train_samples, "eval": self.max_eval_samples, "test": self.max_test_samples}
-        stream = token_stream(rows, self.text_column, self.text_tokenizer, split)
+        row_of = int if name is None else self.mixed.row_name
+        stream = token_stream(rows, self.text_column, self.text_tokenizer, name or split, row_of)
         check_stream(stream, self.block_length, name or split)
         return Blocks(stream, self.block_length, counts[split])
 
@@ -215,8 +217,8 @@ class LanguageModeling(TokenTask):
         return model
 
     def example_inputs(self) -> list[str]:
-        texts = (text.strip() for text in self.rows.get("eval", self.rows["train"])[self.text_column])
-        return [" ".join(text.split()[:8]) for text in texts if len(text.split()) > 8][:2]
+        texts = (text.split() for text in self.rows.get("eval", self.rows["train"])[self.text_column])
+        return [" ".join(words[:8]) for words in islice((words for words in texts if len(words) > 8), 2)]
 
     def predict(self, model: PreTrainedModel, inputs: list[str]) -> list[dict[str, Any]]:
         """Return each text's continuation (``generated``), and its own ``perplexity``, None for a text of a single token."""

@@ -74,9 +74,9 @@ class TextTask(DatasetTask):
     that an epoch uses a row}. {}: by their shares or weights. See docs/own-data.md."""
     prepare: Literal["auto", "all", "as_needed"] = key("auto", changes="nothing", resume="fixed")
     """When rows are checked and tokenized. all: before training. as_needed: when their step comes, and then kept, so that the
-    first step does not wait for the last row; the same samples, steps and losses. Language models, whose samples are made of
-    several rows, take all. auto: as_needed for splits of more than 128 MiB, but all for chats, of which as_needed needs each to
-    be one sample."""
+    first step does not wait for the last row; the same samples, steps and losses. auto: as_needed for splits of more than
+    128 MiB, but all for chats, of which as_needed needs each to be one sample, and for language models, whose samples are made
+    of several rows; these then read large jsonl and parquet files without converting them."""
     bad_rows: Literal["stop", "skip"] = key("stop", changes="data")
     """What happens to training rows that cannot be trained on, such as an empty text or an unknown label. stop: the first ends
     the training. skip: each is left out of its step, in every epoch and on any number of processes; ledger.jsonl names it, and
@@ -160,11 +160,12 @@ class TextTask(DatasetTask):
 
     def _in_place(self, source: Source, split: str) -> RowsInPlace | None:
         """Return the rows of large files that need not be read before they are needed; None for others."""
-        if source.kind != "files" or self._least_later == math.inf or self.eval_fold is not None:
+        least = self._least_in_place
+        if source.kind != "files" or least == math.inf or self.eval_fold is not None:
             return None
         from hftune.data.in_place import open_in_place
 
-        return open_in_place(source.format_of(split), source.paths(split), source.options, self._least_later, self._blocks_kept)
+        return open_in_place(source.format_of(split), source.paths(split), source.options, least, self._blocks_kept)
 
     @cached_property
     def _blocks_kept(self) -> Blocks:
@@ -207,11 +208,15 @@ class TextTask(DatasetTask):
     @property
     def _least_later(self) -> float:
         """Bytes from which on the rows of a split are prepared as they are needed."""
-        if self.prepare == "all" or not self.prepares_as_needed:
-            return math.inf
-        if self.prepare == "auto" and not type(self).__module__.startswith("hftune."):
-            return math.inf  # its methods may look at all rows
-        return LARGE_BYTES if self.prepare == "auto" else 0
+        return self._least_in_place if self.prepares_as_needed else math.inf
+
+    @property
+    def _least_in_place(self) -> float:
+        """Bytes from which on the rows of files are read where they are."""
+        if self.prepare == "as_needed":
+            return 0
+        is_ours = type(self).__module__.startswith("hftune.")  # methods of others may look at all rows
+        return LARGE_BYTES if self.prepare == "auto" and is_ours else math.inf
 
     @cached_property
     def later(self) -> frozenset[str]:
@@ -226,10 +231,12 @@ class TextTask(DatasetTask):
         return frozenset({split for split, is_later in are_later.items() if is_later} | skipping)
 
     def check_rows(self, rows: Mapping[str, Dataset]) -> None:
-        from hftune.data.rows import check_texts
+        from hftune.data.rows import check_kind, check_texts
 
         now = {split: own for split, own in rows.items() if split not in self.later}
         for column in self.text_columns_read:
+            for split in self.later:
+                check_kind(rows[split], column, split)
             for name, own in zip(self.mixed.names, self.mixed.sources, strict=True) if self.mixed and "train" in now else ():
                 check_texts(own, column, f"train ({name})", self.texts_may_be_empty)  # so that messages name the data set
             for split, own in now.items():

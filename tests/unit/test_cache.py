@@ -156,6 +156,29 @@ def test_progress_is_said_where_there_is_no_bar(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines() == lines
 
 
+def test_bar_moves_by_what_is_done(monkeypatch, capsys):
+    monkeypatch.setattr(datasets, "are_progress_bars_disabled", lambda: False)
+    bars = []
+
+    class Bar(datasets.utils.tqdm):
+        def __init__(self, **options):
+            super().__init__(**{**options, "delay": 0, "mininterval": 0})
+            bars.append(self)
+
+    monkeypatch.setattr(datasets.utils, "tqdm", Bar)
+    say = cache.saying("Tokenizing train", 2500)
+    say(1000)
+    say(2500)
+    assert bars[0].n == 2500 and "Tokenizing train: 100%" in capsys.readouterr().err
+
+
+def test_length_of_an_array_may_be_known_only_once_it_is_written(folder):
+    for sizes in ((), (3, 0, 100_000)):
+        chunks = [np.full(size, place) for place, size in enumerate(sizes)]
+        array = cached_arrays([sizes], lambda chunks=chunks: {"ids": Stream(np.int32, None, iter(chunks))})["ids"]
+        assert array.dtype == np.int32 and array.tolist() == [number for chunk in chunks for number in chunk.tolist()]
+
+
 def test_what_killed_processes_left_is_removed_after_a_day(folder):
     folder.mkdir(parents=True)
     names = {".mapped-1.arrow", ".x.npy.1.writing", "tmp12345678"}

@@ -36,7 +36,7 @@ def rows_of(count=500):
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch, tmp_path):
-    for name, value in {"PIECE": 2**10, "REMOTE_PIECE": 2**11, "LOOKED_AT": 2**13, "AT_ONCE": 64}.items():
+    for name, value in {"PIECE": 2**10, "REMOTE_PIECE": 2**11, "LOOKED_AT": 2**13, "AT_ONCE": 2**12}.items():
         monkeypatch.setattr(in_place, name, value)
     monkeypatch.setattr(fetching, "FIRST_WAIT_S", 0.001)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
