@@ -6,9 +6,12 @@ import time
 import datasets
 import pytest
 
+from hftune import Recipe
 from hftune.data.cache import cache_dir
 from hftune.data.demo import reviews
+from hftune.data.in_place import RowsInPlace
 from hftune.replay.audit import audit
+from hftune.tasks import text
 from tests.support.runs import TINY, Command, train_on, write_jsonl
 from tests.support.servers import Web, object_server
 
@@ -57,7 +60,11 @@ def words(tmp_path_factory, bucket):
         "task.prepare=as_needed",
         "checkpoint.every=5",
     )
+    model = ("recipe=language_modeling_demo", "task.dataset=null", f"task.data_files.eval={evaluated}")
+    model += ("train.max_steps=4", "train.log_every=1")
     return {
+        "model on disk": (*model, f"task.data_files.train={folder}/?.parquet"),
+        "model in a bucket": (*model, "task.data_files.train=s3://data/*.parquet"),
         "disk": (*own, f"task.data_files.train={folder}/?.parquet", *WINDOW),
         "bucket": (*own, "task.data_files.train=s3://data/*.parquet", *WINDOW),
         "lines": (*own, f"task.data_files.train={lines}"),
@@ -72,7 +79,7 @@ def runs(words, bucket, tmp_path_factory):
     with Web({"rows.jsonl": write_jsonl(folder / "rows.jsonl", reviews("train")[:ROWS]).read_bytes()}) as web:
         web.cut_every, web.wait_s = 5, 0.02
         for size in SIZES:
-            jobs = {name: words[name] for name in ("disk", "lines")}
+            jobs = {name: words[name] for name in ("disk", "lines", "model on disk", "model in a bucket")}
             jobs["web"] = (*words["web"], f"task.data_files.train={web.address}/rows.jsonl")
             jobs["bucket"] = words["bucket"]
             found |= {(name, size): run for name, run in train_on(size, jobs, folder).items()}
@@ -87,15 +94,15 @@ def outcome(run):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("elsewhere", "here"), [("bucket", "disk"), ("web", "lines")])
+@pytest.mark.parametrize(("elsewhere", "here"), [("bucket", "disk"), ("web", "lines"), ("model in a bucket", "model on disk")])
 def test_where_the_rows_are_changes_no_bit(runs, size, elsewhere, here):
     assert outcome(runs[elsewhere, size]) == outcome(runs[here, size])
 
 
-@pytest.mark.parametrize("name", ["bucket", "web"])
-def test_losses_do_not_depend_on_processes(runs, name):
+@pytest.mark.parametrize(("name", "steps"), [("bucket", 2 * ROWS // 16), ("web", 2 * ROWS // 16), ("model in a bucket", 4)])
+def test_losses_do_not_depend_on_processes(runs, name, steps):
     expected = runs[name, 1].logged("train/loss")
-    assert len(expected) == 2 * ROWS // 16
+    assert len(expected) == steps
     for size in SIZES[1:]:
         assert runs[name, size].logged("train/loss") == pytest.approx(expected, rel=1e-5)
 
@@ -106,6 +113,16 @@ def test_every_row_is_used_once_an_epoch_and_a_window_at_a_time(runs):
     plan = found.starts[0]["plan"]
     assert plan["window"] == 2 * GROUP and sum(plan["groups"]) == ROWS
     assert 0 < max(runs["kept", size] for size in SIZES) <= MOST_BYTES
+
+
+def test_language_model_reads_large_files_of_a_bucket_in_place(words, bucket, monkeypatch, tmp_path):
+    streams = {}
+    for name in ("model on disk", "model in a bucket"):
+        monkeypatch.setattr(text, "LARGE_BYTES", 0 if "bucket" in name else 2**27)
+        task = Recipe.load("language_modeling_demo", *words[name][1:], f"output_dir={tmp_path}").task
+        streams[name] = task.datasets()["train"].stream.tolist()
+        assert isinstance(task.rows["train"], RowsInPlace) == ("bucket" in name)
+    assert streams["model on disk"] == streams["model in a bucket"]
 
 
 @pytest.mark.parametrize("size", [2, 1])
