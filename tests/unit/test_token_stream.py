@@ -1,6 +1,7 @@
 """The tokens of a language model's texts: those of its tokenizer, wherever the rows are, made once and a few at a time."""
 
 import random
+import threading
 from collections import Counter
 
 import datasets
@@ -162,16 +163,17 @@ def test_rows_elsewhere_give_the_same_tokens_and_large_files_are_not_downloaded_
 
 def test_parts_are_fetched_ahead_and_once_though_few_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "LARGE_BYTES", 0)
-    path = written(tmp_path, "parquet")
+    path = written(tmp_path, "parquet", ["".join(RANDOM.choices("abcdefgh ", k=50)) for _ in range(1600)])
     gpt2().save_pretrained(tmp_path / "tokenizer")
-    fields = {"tokenizer": str(tmp_path / "tokenizer")}
+    fields, threads, write = {"tokenizer": str(tmp_path / "tokenizer")}, set(), Blocks._write
+    monkeypatch.setattr(Blocks, "_write", lambda *args: threads.add(threading.current_thread().name) or write(*args))
     with Web({path.name: path.read_bytes()}) as web:
-        made = task(f"{web.address}/{path.name}", cache_gib=12_000 / 2**30, **fields)
+        made = task(f"{web.address}/{path.name}", cache_gib=24_000 / 2**30, **fields)
         tokens = streams(made)
         groups = Counter(part for part in web.asked if part[3])
         kept = sum(file.stat().st_size for file in made.rows["train"].blocks.folder.glob("*.block"))
     assert tokens == streams(task(path, **fields))
-    assert len(groups) > 8 and max(groups.values()) == 1 and 0 < kept <= 12_000
+    assert "fetch blocks" in threads and len(groups) >= 40 and max(groups.values()) == 1 and 0 < kept <= 24_000
 
 
 def test_row_without_a_text_is_named_in_place_too(tmp_path, monkeypatch):
