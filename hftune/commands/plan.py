@@ -13,6 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--processes", type=int, default=1, help="number of training processes on all nodes (default %(default)s)"
     )
+    parser.add_argument("--fsdp", action="store_true", help="the processes share weights, gradients and optimizer state")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="device to estimate memory for (default: this machine's)")
     parser.add_argument("--json", action="store_true", help="one JSON object as output; docs/plan-and-doctor.md lists its keys")
 
@@ -29,6 +30,6 @@ def run(options: argparse.Namespace) -> int:
     from hftune.tracking.console import hide_progress_bars
 
     hide_progress_bars()
-    plan = make_plan(recipe, options.processes, options.device)
+    plan = make_plan(recipe, options.processes, options.device, options.fsdp)
     print(json.dumps(plan.to_dict(), indent=2, ensure_ascii=False) if options.json else plan_text(plan))
     return 1 if plan.unused_parameters else 0

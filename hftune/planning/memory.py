@@ -58,6 +58,8 @@ class StepMemory:
     """In a pipeline: torch's receive buffers, one per micro-batch and direction, each as large as the largest micro-batch."""
     frozen_bytes: int = 0
     """Part of the weights: those that are not trained, as beside adapters; 0 if all parameters are."""
+    gathered_bytes: int = 0
+    """Under FSDP: weights that are whole while a block computes, and their gradients."""
 
 
 def without_values(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -222,6 +224,17 @@ STATES: Mapping[str, Callable[[Tensor, Any], dict[str, Tensor]]] = {"Adafactor":
 """What the optimizers keep for each parameter whose steps ask tensors for values; by the names of their classes."""
 
 
+def share_bytes(values: Iterable[Tensor], num_processes: int) -> int:
+    """Return the bytes of the largest part of some tensors that a process has under FSDP, which cuts them by rows."""
+    return sum(
+        -(-len(value) // num_processes) * value[0].nbytes if value.numel() and value.ndim else value.nbytes for value in values
+    )
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [value for value in tree_leaves([*optimizer.state.values()]) if isinstance(value, Tensor)]
+
+
 def step_memory(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -239,8 +252,7 @@ def step_memory(
     """
     counter = counter or TensorBytes()
     weights_bytes = counter.add_all([*model.parameters(), *model.buffers()])
-    moments = tree_leaves(list(optimizer.state.values()))
-    optimizer_bytes = counter.add_all(value for value in moments if isinstance(value, Tensor))
+    optimizer_bytes = counter.add_all(optimizer_tensors(optimizer))
     set_gradients(model.parameters(), has_gradients)
     with counter.of_training(model.parameters()):
         forward_backward()

@@ -36,7 +36,8 @@ from hftune.distributed.devices import computes_bf16
 from hftune.distributed.preflight import auto_key, check_parallel
 from hftune.errors import ConfigError, first_line
 from hftune.models.adapters import base_tensors, has_adapter
-from hftune.models.kinds import compute_padding
+from hftune.models.kinds import compute_padding, is_linear
+from hftune.models.stacks import outermost_lists
 from hftune.optim import build_optimizer, check_schedule, lr_at, num_warmup_steps
 from hftune.planning.memory import (
     NEEDS_VALUES,
@@ -47,7 +48,9 @@ from hftune.planning.memory import (
     average_bytes,
     experts_by_shape,
     make_optimizer_state,
+    optimizer_tensors,
     packable_weights,
+    share_bytes,
     step_memory,
     without_values,
 )
@@ -68,18 +71,24 @@ Collate = Callable[[list[Any]], dict[str, Any]]
 """Makes a batch of samples."""
 
 
-def make_plan(recipe: Recipe, num_processes: int = 1, device: str | None = None) -> Plan:
+def make_plan(recipe: Recipe, num_processes: int = 1, device: str | None = None, fsdp: bool = False) -> Plan:
     """Plan a run of a recipe. The data are prepared as for training; the model is built without weights.
 
     Args:
         num_processes: processes that would train, on all machines.
         device: "cpu" or "cuda", to estimate the memory for. None: the device that this machine would train on.
+        fsdp: whether the processes would share weights, gradients and optimizer state.
 
     Raises:
         ConfigError, DataError: as ``train`` does, and for fewer than one process.
     """
     if num_processes < 1:
         raise ConfigError(f"--processes {num_processes} must be at least 1.")
+    if fsdp and (num_processes == 1 or recipe.parallel.pipeline_stages > 1 or recipe.adapter.quantize is not None):
+        raise ConfigError(
+            "--fsdp: it needs two processes or more (--processes), and goes neither with parallel.pipeline_stages nor with "
+            "adapter.quantize. Leave it out."
+        )
     recipe.validate()
     check_names(recipe)
     unsure: list[str] = []
@@ -117,6 +126,7 @@ def make_plan(recipe: Recipe, num_processes: int = 1, device: str | None = None)
         [Rate(step, lr_at(step - 1, num_steps, config, per_epoch), moments[step]) for step in sorted(moments)],
         falls_on(recipe.eval, num_steps, per_epoch),
         falls_on(recipe.checkpoint, num_steps, per_epoch),
+        fsdp=fsdp,
     )
     plan.notices += skip_notices(config, 0, num_steps)
     for name, interval in {"eval": recipe.eval.interval, "checkpoint": recipe.checkpoint.interval}.items():
@@ -341,11 +351,18 @@ def add_model(
         count_memory = count_in_process if plan.pipeline is None else count_in_pipeline
         try:
             memory, candidate = count_memory(plan, recipe, heaviest, model, optimizer)
+            memory = sharded(memory, recipe, model, optimizer, plan.processes) if plan.fsdp else memory
             rows = max(len(part.samples) for part in candidate.parts)
             longest = None if plan.data.longest is None else max(part.length for part in candidate.parts)
             plan.memory = Memory(**asdict(memory), device=device.type, samples=rows, longest=longest)
+            is_spread = plan.fsdp or plan.pipeline is not None
             copied = memory.weights_bytes - memory.frozen_bytes + memory.optimizer_bytes + memory.average_bytes
-            plan.memory.host_copy_bytes = plan.disk.checkpoint_bytes if plan.pipeline is None else copied
+            plan.memory.host_copy_bytes = copied if is_spread else plan.disk.checkpoint_bytes
+            if plan.fsdp:  # the main process has a piece of another one besides
+                piece = max(share_bytes([value], plan.processes) for value in model.parameters())
+                plan.memory.load_bytes = memory.weights_bytes + piece
+                plan.memory.host_copy_bytes += piece
+                plan.memory.export_bytes = memory.weights_bytes + piece
         except NEEDS_VALUES as error:
             plan.notices.append(f"The memory cannot be estimated: the forward pass or the loss {needs_values(error)}")
         classes = class_names((module, "") for module in model.modules() if has_running_statistics(module))
@@ -368,7 +385,7 @@ def count_in_process(
         scored_head.install(model)
     average, is_ddp, found = average_bytes(model) if recipe.train.ema_decay is not None else 0, plan.processes > 1, []
     for item in heaviest:
-        compute_it = partial(forward_backward, recipe, model, item.batches[0], scores_head)
+        compute_it = partial(forward_backward, recipe, model, item.batches[0], scores_head, not plan.fsdp)
         counter = TensorBytes()
         found.append((step_memory(model, optimizer, compute_it, is_ddp or not item.is_first, average, counter), item))
         if plan.unused_parameters is None:
@@ -395,6 +412,37 @@ def count_in_pipeline(
     plan.pipeline.places, item = max(found, key=lambda each: max(place.peak_bytes for place in each[0]))
     plan.unused_parameters = [name for name, parameter in model.named_parameters() if parameter in meter.unused]
     return max(plan.pipeline.places, key=lambda place: place.peak_bytes), item
+
+
+def sharded(
+    memory: StepMemory, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, num_processes: int
+) -> StepMemory:
+    """Return the memory of a step under FSDP, given that of a process that has the whole model.
+
+    Whole at once, at most: what is outside the blocks, two blocks (one computes, one arrives), and the gradients of one of them
+    and of what is outside.
+    """
+    blocks = [block for _, layers in outermost_lists(model) for block in layers if [*block.children()]]
+    inside = {value for block in blocks for value in block.parameters()}
+    outside = [value for value in model.parameters() if value not in inside]
+    largest = [*max(blocks, key=lambda block: sum(value.nbytes for value in block.parameters())).parameters()] if blocks else []
+    trained = [value for value in model.parameters() if value.requires_grad]
+    gathered = sum(value.nbytes for value in (*outside, *largest, *largest))
+    activations = memory.activations_bytes
+    if recipe.train.fsdp_gather == "bf16":  # they arrive rounded, so that autocast makes no second ones, which activations hold
+        rounded = [value for block in blocks for layer in block.modules() if is_linear(layer) for value in layer.parameters()]
+        gathered -= sum(value.nbytes for value in {*rounded} & {*largest})
+        activations -= 0 if recipe.train.gradient_checkpointing else sum(2 * value.numel() for value in rounded)
+    parts = {
+        "weights_bytes": share_bytes(model.parameters(), num_processes) + sum(value.nbytes for value in model.buffers()),
+        "gradients_bytes": share_bytes(trained, num_processes),
+        "optimizer_bytes": share_bytes(optimizer_tensors(optimizer), num_processes),
+        "average_bytes": -(-memory.average_bytes // num_processes),
+        "activations_bytes": max(activations, 0),
+        "gathered_bytes": gathered + sum(value.nbytes for value in (*outside, *largest) if value.requires_grad),
+    }
+    frozen = parts["weights_bytes"] - share_bytes(trained, num_processes) if memory.frozen_bytes else 0
+    return StepMemory(sum(parts.values()), frozen_bytes=frozen, **parts)
 
 
 def in_4_bits(memory: Any, model: nn.Module) -> Any:
@@ -426,13 +474,15 @@ def build_on_meta(recipe: Recipe, notices: list[str]) -> nn.Module | None:
         return None
 
 
-def forward_backward(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tensor], scores_head: bool = False) -> None:
-    """Compute a micro-batch as a process does, with a model without values."""
+def forward_backward(
+    recipe: Recipe, model: nn.Module, batch: Mapping[str, Tensor], scores_head: bool = False, caches: bool = True
+) -> None:
+    """Compute a micro-batch as a process does, with a model without values. ``caches``: autocast keeps what it rounds."""
     task, device = recipe.task, next(model.parameters()).device
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.train.mixed_precision)
     forward: Callable[..., Any] = model
     if precision is not None:  # as Accelerate does
-        forward = convert_outputs_to_fp32(torch.autocast(device.type, precision)(model.forward))
+        forward = convert_outputs_to_fp32(torch.autocast(device.type, precision, cache_enabled=caches)(model.forward))
     inputs = without_values(batch, device)
     task.loss(compute(forward, **inputs_of(task, inputs, scores_head)), task.target(inputs)).backward()
 

@@ -76,6 +76,8 @@ class Memory(StepMemory):
     samples: int = 0
     longest: int | None = None
     host_copy_bytes: int = 0
+    load_bytes: int | None = None
+    export_bytes: int | None = None
 
 
 @dataclass
@@ -128,6 +130,7 @@ class Plan:
     trainable_parameters: int | None = None
     groups: list[Group] | None = None
     unused_parameters: list[str] | None = None
+    fsdp: bool = False
     memory: Memory | None = None
     pipeline: PipelinePlan | None = None
     disk: Disk | None = None

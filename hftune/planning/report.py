@@ -34,7 +34,8 @@ def plan_text(plan: Plan) -> str:
         "notices": [line for notice in plan.notices for line in wrap(notice, LINE)],
     }
     each = "es" if plan.processes > 1 else ""
-    blocks = [f"{plan.recipe} on {plan.processes} process{each}: a plan, nothing is trained."]
+    fsdp = " under FSDP" if plan.fsdp else ""
+    blocks = [f"{plan.recipe} on {plan.processes} process{each}{fsdp}: a plan, nothing is trained."]
     for heading, content in parts.items():
         lines = [f"  {'' if number else heading:<{HEADING}}{line}".rstrip() for number, line in enumerate(content)]
         blocks += ["\n".join(lines)] if lines else []
@@ -169,6 +170,7 @@ def memory(plan: Plan) -> Iterator[str]:
         "average of the weights": found.average_bytes,
         "activations": found.activations_bytes,
         "receive buffers": found.receive_bytes,
+        "whole blocks, gathered": found.gathered_bytes,
     }
     for name, size in parts.items():
         if size:
@@ -176,8 +178,10 @@ def memory(plan: Plan) -> Iterator[str]:
     for pp_rank, size in enumerate(peaks):
         if size != found.peak_bytes:
             yield f"{data_size(size)} on {processes(plan.pipeline, pp_rank, len(peaks))}"
-    where = "the main process" if plan.pipeline is None else "each process"
+    where = "each process" if plan.fsdp or plan.pipeline else "the main process"
     yield f"plus {data_size(found.host_copy_bytes)} of host memory on {where}, from which checkpoints are written"
+    if found.load_bytes is not None and found.export_bytes is not None:
+        yield f"host memory of a process: {data_size(found.load_bytes)} to load, {data_size(found.export_bytes)} to export"
 
 
 def disk(found: Disk) -> Iterator[str]:

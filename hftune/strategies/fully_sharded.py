@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
+from accelerate.utils import AutocastKwargs, send_to_device
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -58,6 +58,8 @@ class FullySharded(DataParallel):
 
     def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None, gather: str = "float32"):
         super().__init__(accelerator, task, progress)
+        # Autocast would keep every weight that it has rounded until the end of a forward pass: 2 bytes of each on each process.
+        accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
         self.sharding = ShardedWeights(accelerator, self, gather)
         self._absent = absent_model(lambda: setattr(self, "_asked_for_model", True))
         self._asked_for_model = self._needs_model = False

@@ -2,6 +2,7 @@
 
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import hftune.models.bigbird  # noqa: F401 - registers the classes
 from hftune import ConfigError, Recipe, train
+from hftune.planning.plan import make_plan
+from hftune.planning.report import plan_text
 from hftune.replay.audit import audit
+from hftune.strategies.fully_sharded import FullySharded
 from tests.support.runs import FSDP, SMALL, Command, Run, environment, train_on, warm_python
 from tests.support.tasks import few_reviews
 
@@ -122,6 +126,32 @@ def test_each_process_has_half_of_weights_gradient_and_moments(runs):
         for what, size in {"weights": whole, "gradient": whole, "moments": 2 * whole}.items():
             assert sum(part[what] for part in parts) == size
             assert max(part[what] for part in parts) < 0.51 * size
+
+
+def test_a_plan_foretells_what_each_process_holds(runs):
+    plan = make_plan(Recipe.load("yelp_demo", *PAIRS["dropout"]), 2, "cpu", fsdp=True)
+    found, held = plan.memory, runs["fsdp dropout"].weighed(0)
+    steps = 4 * len([*load_file(runs["fsdp dropout"].folder / "model_last" / "model.safetensors")])  # float32 counters
+    assert (found.gradients_bytes, found.optimizer_bytes) == (held["gradient"], held["moments"] + steps)
+    assert found.weights_bytes == held["weights"] + 2 * 512 * 8  # BERT's buffers of positions, which are whole everywhere
+    assert found.host_copy_bytes > 3 * held["weights"] and found.load_bytes < 2 * held["weights"]
+    text = plan_text(plan)
+    assert "on 2 processes under FSDP" in text and "whole blocks, gathered" in text and "to load" in text
+
+
+def test_checkpointed_blocks_and_rounded_gathers_keep_no_second_weights():
+    words = (*PAIRS["dropout"], "train.mixed_precision=bf16")
+    plans = [
+        make_plan(Recipe.load("yelp_demo", *words, *more), 2, "cpu", fsdp=True).memory.activations_bytes
+        for more in ((), ("train.gradient_checkpointing=true",), ("train.fsdp_gather=bf16",))
+    ]
+    assert plans[0] > max(plans[1:]) + 20_000
+
+
+def test_autocast_keeps_no_weights_that_it_has_rounded():
+    accelerator = SimpleNamespace(process_index=0, num_processes=2, device=torch.device("cpu"))
+    FullySharded(accelerator, Recipe.load("yelp_demo").task)
+    assert accelerator.autocast_handler.to_kwargs() == {"cache_enabled": False}
 
 
 def test_the_export_is_a_plain_model_that_predicts_what_the_evaluation_did(runs):

@@ -373,6 +373,8 @@ def test_what_cannot_be_planned_is_refused(capsys):
     assert refused(capsys, recipe, "train.learning_rate=1") == str(caught.value)
     for words, said in {
         "--processes 0": "--processes 0 must be at least 1.",
+        "--fsdp": "--fsdp: it needs two processes or more (--processes), and goes neither with parallel.pipeline_stages nor "
+        "with adapter.quantize. Leave it out.",
         f"{FEW} task.model_config.num_attention_heads=3": "task.model_config cannot be built: The hidden size (128) is not",
     }.items():
         assert said in refused(capsys, recipe, *words.split())
