@@ -116,6 +116,6 @@ def warm_up(run: Run) -> None:
     hide_progress_bars()  # from here on there would be one for each export; downloads are over
     recipe = run.recipe
     kinds = warm_up_strategy(recipe, run.strategy, run.plan, run.datasets)
-    notice = statistics.notice(kinds, recipe.train.batch_norm, recipe.train.micro_batch_size)
+    notice = statistics.notice(kinds, recipe.train)
     if notice is not None and run.strategy.is_main:
         print(note(notice), flush=True)

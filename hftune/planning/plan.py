@@ -366,7 +366,7 @@ def add_model(
         except NEEDS_VALUES as error:
             plan.notices.append(f"The memory cannot be estimated: the forward pass or the loss {needs_values(error)}")
         classes = class_names((module, "") for module in model.modules() if has_running_statistics(module))
-        if sentence := notice(classes, recipe.train.batch_norm, recipe.train.micro_batch_size):
+        if sentence := notice(classes, recipe.train):
             plan.notices.append(sentence)
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from hftune.config import TrainConfig
 from hftune.models.trial import Place
 
 
@@ -104,22 +105,28 @@ def class_names(places: Iterable[Place]) -> list[str]:
     return sorted({type(module).__name__ for module, _ in places})
 
 
-def notice(classes: Sequence[str], how: str, micro_batch_size: int | str | None) -> str | None:
+def notice(classes: Sequence[str], config: TrainConfig) -> str | None:
     """Return what running statistics mean for the results, in a sentence; None if there is nothing to say.
 
     Args:
         classes: names of the modules' classes that keep them.
-        how: ``train.batch_norm``.
     """
+    frozen = config.batch_norm == "frozen"
     if not classes:
-        return "train.batch_norm=frozen: the model has no running statistics to freeze." if how == "frozen" else None
+        return "train.batch_norm=frozen: the model has no running statistics to freeze." if frozen else None
     names = ", ".join(classes)
-    if how == "frozen":
+    if frozen:
         return f"train.batch_norm=frozen: {names} uses its running statistics in training and does not update them."
     batch_norm = all("BatchNorm" in name for name in classes)
     what = "normalises each micro-batch by itself" if batch_norm else "takes running statistics from each micro-batch by itself"
-    size = ", which auto chooses by the available memory," if micro_batch_size == "auto" else ""
+    bounds = {f"train.{name}": getattr(config, name) for name in ("micro_batch_size", "micro_batch_tokens")}
+    keys = " and ".join(key for key, value in bounds.items() if value is not None) or "train.micro_batch_size"
+    if config.micro_batch_tokens == "auto":  # at most a process's share of a step
+        rest = ", which auto chooses by the available memory and the number of processes"
+    else:
+        rest = ", which auto chooses by the available memory," if "auto" in bounds.values() else ""
+        rest += " but not on the number of processes"
     return (
-        f"{names} {what}: results depend on train.micro_batch_size{size} but not on the number of processes. Use GroupNorm or "
-        "train.batch_norm=frozen if they should depend on neither."
+        f"{names} {what}: results depend on {keys}{rest}. Use GroupNorm or train.batch_norm=frozen if they should depend on "
+        "neither."
     )

@@ -5,7 +5,9 @@ import torch
 from safetensors.torch import load_file
 
 from hftune import Recipe, train
+from hftune.config import TrainConfig
 from hftune.planning.plan import make_plan
+from hftune.strategies.statistics import notice
 from tests.support.runs import train_on
 
 JOB = (
@@ -93,6 +95,24 @@ NOTICE = (
     "BatchNorm2d normalises each micro-batch by itself: results depend on train.micro_batch_size but not on the number of "
     "processes. Use GroupNorm or train.batch_norm=frozen if they should depend on neither."
 )
+
+
+@pytest.mark.parametrize(
+    ("bounds", "said"),
+    [
+        (
+            {"micro_batch_size": "auto"},
+            "train.micro_batch_size, which auto chooses by the available memory, but not on the number",
+        ),
+        ({"micro_batch_tokens": 64}, "train.micro_batch_tokens but not on the number of processes."),
+        (
+            {"micro_batch_size": 4, "micro_batch_tokens": "auto"},
+            "train.micro_batch_size and train.micro_batch_tokens, which auto chooses by the available memory and the number of",
+        ),
+    ],
+)
+def test_the_bounds_that_are_set_are_said_and_whether_they_depend_on_processes(bounds, said):
+    assert f": results depend on {said}" in notice(["BatchNorm2d"], TrainConfig(**bounds))
 
 
 def test_run_and_plan_say_what_batch_norm_depends_on(tmp_path, capsys):
