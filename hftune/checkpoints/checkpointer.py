@@ -223,11 +223,8 @@ class Checkpointer:
                 self.last = step
                 if self.on_written is not None:
                     self.on_written(step, tensor_hashes(files))
-                # Those of later steps are broken, and were skipped on resume.
-                later = [other for other in steps(self.folder) if other > step]
-                others = [other for other in steps(self.folder) if other <= step]
-                kept = {best_step} | self.config.kept(others)
-                for other in [*later, *others]:
+                kept = {best_step} | self.config.kept(there := steps(self.folder))
+                for other in there:
                     if other not in kept:
                         remove_checkpoint(path_of(self.folder, other))
             except Exception as error:  # whatever it is, training continues, and the main thread reports it
