@@ -10,6 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from hftune.atomic import GrowingFile, explain_write_errors
-from hftune.batch_plan import BatchPlan
+from hftune.batch_plan import BatchPlan, EpochPlan
 from hftune.callbacks import Begin, Callback, CheckpointDone, End, Step
 from hftune.errors import TrainingError
 from hftune.tracking.jsonl import strict_json
@@ -59,11 +60,11 @@ class Ledger(Callback):
         self.path, self._facts = path, facts
         self._is_ours, self._written = is_ours, time.time()
         self._lock = Lock()
-        self._plan: BatchPlan | None = None
+        self._epoch: Callable[[int], EpochPlan] | None = None
 
     def on_begin(self, begin: Begin) -> None:
         """Record that training starts, or resumes after a step: lines of later steps further up do not count any more."""
-        self._plan = begin.plan
+        self._epoch = lru_cache(maxsize=1)(begin.plan.epoch)
         self.start(begin.step, self._facts())
 
     def start(self, step: int, facts: Mapping[str, Any]) -> None:
@@ -93,15 +94,12 @@ class Ledger(Callback):
 
     def _left_out(self, step: Step) -> str:
         """Return the entry of the samples that the plan has in a step, and that were left out of it."""
-        if self._plan is None:  # nobody said that training begins
-            return ""
         epoch, place = step.place
-        wanted = min(self._plan.batch_size, self._plan.samples_per_epoch - place * self._plan.batch_size)
-        if step.num_samples == wanted:
+        planned = self._epoch(epoch).samples(place) if self._epoch else ()  # without on_begin, there is no plan
+        if len(planned) <= step.num_samples:
             return ""
-        samples = np.concatenate([micro_batch.samples for micro_batch in step.micro_batches])
-        numbers = np.setdiff1d(self._plan.epoch(epoch).samples(place), samples).tolist()
-        return f', "left_out": {json.dumps(numbers)}'
+        used = np.concatenate([micro_batch.samples for micro_batch in step.micro_batches])
+        return f', "left_out": {json.dumps(np.setdiff1d(planned, used).tolist())}'
 
     def on_checkpoint(self, checkpoint: CheckpointDone) -> None:
         """Record the hashes of a checkpoint that is complete."""
