@@ -190,7 +190,7 @@ class BatchPlan:
             return np.arange(min(count, self.num_samples))
         samples_N, lengths_N = known_lengths(self.lengths)
         order_N = samples_N[np.argsort(-lengths_N, kind="stable")]
-        largest_K = [] if self.sizes is None else self.sizes.argmax(0).tolist()
+        largest_K = [] if self.sizes is None else samples_N[self.sizes[samples_N].argmax(0)].tolist()
         return np.array([*dict.fromkeys([int(order_N[0]), *largest_K, *order_N[:count].tolist()])][:count])
 
     @property

@@ -192,14 +192,15 @@ class TextsAsNeeded(Sequence):
 
 
 class Sizes:
-    """The numbers of tokens of several columns, (N, K): known for the samples that an array of their numbers asks for.
+    """The numbers of tokens of columns, (N, K) or of all together (N,): known for the samples that an array of them asks for.
 
     Args:
         less: how many of them do not count, of each column.
+        are_summed: whether they are those of all columns together.
     """
 
-    def __init__(self, texts: TextsAsNeeded, names: Sequence[str], less: Sequence[int] | int = 0):
-        self.texts, self.names, self.less = texts, tuple(names), np.array(less, np.int32)
+    def __init__(self, texts: TextsAsNeeded, names: Sequence[str], less: Any = 0, are_summed: bool = False):
+        self.texts, self.names, self.less, self.are_summed = texts, tuple(names), np.array(less, np.int32), are_summed
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -209,7 +210,8 @@ class Sizes:
         sizes_NK = self._of(samples) if known is None else known[samples]
         if known is None and len(samples) == len(self) == len(np.unique(samples)):
             self.texts.sizes[self.names] = sizes_NK[np.argsort(samples)]
-        return np.where(sizes_NK < 0, sizes_NK, sizes_NK - self.less)
+        sizes_NK = np.where(sizes_NK < 0, sizes_NK, sizes_NK - self.less)
+        return sizes_NK.sum(1, dtype=np.int32) if self.are_summed else sizes_NK
 
     def _of(self, samples: np.ndarray) -> np.ndarray:
         sizes, none = [], [-1] * len(self.names)
@@ -218,39 +220,18 @@ class Sizes:
             sizes += [none if sample is None else [len(sample[name]) for name in self.names] for sample in found]
         return np.array(sizes, np.int32)
 
-    def max(self, axis: int = 0) -> np.ndarray:
-        """Return what no size exceeds, (K,)."""
-        return np.full(len(self.names), self.texts.longest) - self.less
-
-    def argmax(self, axis: int = 0) -> np.ndarray:
-        """Return the samples of the largest sizes that are known before training, (K,)."""
-        some = spread(len(self))
-        return some[self[some].argmax(0)]
-
-    def sum(self, axis: int = 1, dtype: Any = None) -> Lengths:
-        """Return the tokens of all columns together."""
-        return Lengths(self)
-
-
-class Lengths:
-    """The numbers of tokens of samples, (N,), likewise."""
-
-    def __init__(self, sizes: Sizes):
-        self.sizes = sizes
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    def __getitem__(self, samples: np.ndarray) -> np.ndarray:
-        return self.sizes[samples].sum(1, dtype=np.int32)
-
     def expect(self, order_N: np.ndarray, start: int) -> None:
         """Say in which order samples will be asked for, and from which place of it on."""
-        self.sizes.texts.expect(order_N, start)
+        self.texts.expect(order_N, start)
 
-    def max(self) -> int:
-        """Return what no length exceeds."""
-        return int(self.sizes.max().sum())
+    def max(self, axis: int = 0) -> Any:
+        """Return what no size exceeds, (K,) or a number."""
+        most_K = np.full(len(self.names), self.texts.longest) - self.less
+        return most_K.sum() if self.are_summed else most_K
+
+    def sum(self, axis: int = 1, dtype: Any = None) -> Sizes:
+        """Return those of all columns together."""
+        return Sizes(self.texts, self.names, self.less, are_summed=True)
 
 
 def _plain(value: Any) -> Any:
