@@ -41,7 +41,7 @@ from hftune.checkpoints.copying import (
     wanted,
     write_id,
 )
-from hftune.checkpoints.objects import RETRY_S, Entry, Index, checkpoint_name, download, opened, patiently
+from hftune.checkpoints.objects import Entry, Index, checkpoint_name, download, opened, patiently
 from hftune.checkpoints.resume import Member, is_restarted, member
 from hftune.config.addresses import is_for_good
 from hftune.config.sections import CheckpointConfig
@@ -64,8 +64,10 @@ PATIENCE_S = 600.0
 """Without a byte sent, after which the end of a run waits no longer."""
 ROUND_S = 30.0
 """The same at the end of a round of an elastic job, which goes on."""
+RETRY_S = 2.0
+"""Between the first two attempts to upload; later ones are rarer,"""
 MOST_RETRY_S = 60.0
-"""Between two attempts, which become rarer."""
+"""up to this."""
 
 
 class TakenOver(Exception):

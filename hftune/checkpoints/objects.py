@@ -13,13 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from filelock import FileLock
 from fsspec import AbstractFileSystem
 from fsspec.callbacks import Callback as Meter
 from fsspec.implementations.local import LocalFileSystem
@@ -28,16 +28,16 @@ from hftune.atomic import atomic_path, remove, sha256_of, write_text
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, path_of, verify
 from hftune.checkpoints.copying import CHECKPOINTS, MODELS, inside, unit_of
 from hftune.checkpoints.export import ABOUT
-from hftune.config.addresses import address_problem, file_system, is_address, is_for_good, local_name, what_is_wrong
-from hftune.data.cache import cache_dir
-from hftune.errors import ConfigError, first_line
+from hftune.config import addresses
+from hftune.config.addresses import address_problem, file_system, is_address, local_name
+from hftune.data.cache import copy_folder, locked
+from hftune.errors import ConfigError
 
 INDEX = "bucket.json"
 PROBE = ".probe"
 START_S = 60.0
 """In which a bucket has to answer, or to send something, before training and in commands."""
-RETRY_S = 2.0
-"""Between the first two attempts."""
+KEYS = "those of the environment: they must allow listing, reading, writing and removing objects"
 
 Entry = dict[str, Any]
 """Of a file: ``bytes``, ``sha256``; and ``at``, the name of its object, if that is not its own."""
@@ -84,12 +84,13 @@ class Place:
 
     Args:
         address: without keys and endpoints.
-        key: what a user has named with it, for messages.
+        key: of a recipe that names it, for messages; empty if none does.
     """
 
     def __init__(self, address: str, key: str):
-        self.address, self.key = address, key
-        self.fs, self._root = file_system(address)
+        self.address, self.named = address, f"{key}={address}" if key else address
+        self.fs, root = file_system(address)
+        self._root = root.rstrip("/")
         self.moved_at = time.monotonic()
         """When bytes were last on their way."""
         self._sent: dict[str, str] = {}
@@ -175,10 +176,7 @@ class Place:
 
 def opened(address: str, key: str) -> Place:
     """Return an address as a place, or raise ConfigError if the package of its protocol is missing."""
-    try:
-        return Place(address, key)
-    except Exception as error:  # whatever a library raises
-        raise what_is_wrong(key, address, error) from error
+    return addresses.patiently(lambda: Place(address, key), f"{key}={address}" if key else address)
 
 
 def check_bucket(output_dir: str) -> None:
@@ -190,37 +188,25 @@ def check_bucket(output_dir: str) -> None:
 
 
 def patiently(action: Callable[[], T], place: Place) -> T:
-    """Do something with a bucket, again and again if the network fails, until nothing has moved for START_S.
+    """Do something with a bucket, see ``addresses.patiently``; but no longer than until nothing has moved for START_S.
 
     Raises:
-        ConfigError: it is in vain, for the reason that it names; at once if no further attempt can change that.
+        ConfigError: it is in vain, for the reason that it names.
     """
-    done: list[T] = []
-    failed: list[ConfigError] = []
+    result: Future[T] = Future()
 
     def attempt() -> None:
-        wait_s = RETRY_S
-        while not (done or failed):
-            try:
-                done.append(action())
-            except Exception as error:  # whatever a library raises
-                if is_for_good(error) or time.monotonic() + wait_s > place.moved_at + START_S:
-                    failed.append(what_is_wrong(place.key, place.address, error))
-                    return
-                reason = f"{place.address} cannot be reached: {first_line(error)}"
-                print(f"note: {reason}. Trying again for {START_S:g} s.", file=sys.stderr, flush=True)
-                time.sleep(wait_s)
-                wait_s *= 2
+        try:
+            result.set_result(addresses.patiently(action, place.named, keys=KEYS))
+        except BaseException as error:
+            result.set_exception(error)
 
     place.moved()
-    thread = threading.Thread(target=attempt, name="hftune bucket", daemon=True)  # a library may wait for much longer
-    thread.start()
-    while thread.is_alive() and time.monotonic() < place.moved_at + START_S:
-        thread.join(0.1)
-    if done:
-        return done[0]
-    failed.append(ConfigError(f"{place.key}={place.address} does not answer. Check the network and the endpoint."))
-    raise failed[0]
+    threading.Thread(target=attempt, name="hftune bucket", daemon=True).start()  # a library may wait for much longer
+    while time.monotonic() < place.moved_at + START_S:
+        with suppress(TimeoutError):
+            return result.result(0.1)
+    raise ConfigError(f"{place.named} does not answer. Check the network and the endpoint.")
 
 
 def download(place: Place, index: Index, folder: Path, step: int) -> str | None:
@@ -239,35 +225,37 @@ def download(place: Place, index: Index, folder: Path, step: int) -> str | None:
     return f"Skipped {place.address}/{unit}: {reason}."
 
 
-def fetched(address: str, *parts: str, key: str = "the run") -> Path:
+def fetched(address: str, *parts: str, key: str = "") -> Path:
     """Bring a run in a bucket, or a part of it, into the cache of this machine, as far as it is not there; return its path.
 
     Args:
         address: of an ``output_dir``, or of a model or checkpoint in it.
         parts: what is needed besides these, logs, the recipe and results: "model", "checkpoints".
-        key: what a user has named with it, for messages.
+        key: as of ``Place``.
 
     Raises:
         ConfigError: no run is there; or it cannot be reached.
     """
-    found = re.search(rf"/({CHECKPOINTS}/step_\d+|{'|'.join(MODELS)})/?$", address)
-    root, rest = (address[: found.start()], found[1]) if found else (address.rstrip("/"), "")
+    part = re.search(rf"/({CHECKPOINTS}/step_\d+|{'|'.join(MODELS)})/?$", address)
+    root, rest = (address[: part.start()], part[1]) if part else (address.rstrip("/"), "")
     if (problem := address_problem(root)) is not None:
         raise ConfigError(f"{root}: {problem}")
-    place, folder = opened(root, key), cache_dir() / "runs" / root.partition(":")[0] / local_name(root)
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / ".lock", mode=0o666):  # processes of this machine may do the same
+    if part and patiently((place := opened(address.rstrip("/"), key)).read, place) is not None:  # a run of that name
+        root, rest = place.address, ""
+    place, folder = opened(root, key), copy_folder("runs", root) / local_name(root).name
+    with locked(folder):  # processes of this machine may do the same
         renew(place, folder, {*parts, rest})
     return folder / rest
 
 
 def renew(place: Place, folder: Path, parts: set[str]) -> None:
     """Bring a copy of a run to what is in its bucket now; of checkpoints and models, only these parts."""
-    index = place.read()
+    index = patiently(place.read, place)
     if index is None:
         raise ConfigError(
             f"{place.address} holds no run: there is no {INDEX}. Name the output_dir of a run, as it was trained."
         )
+    folder.mkdir(exist_ok=True)
     old = json.loads((folder / INDEX).read_text(encoding="utf-8")) if (folder / INDEX).is_file() else {}
     have = {name: entry for name, entry in old.items() if index.files.get(name) == entry}
     for name in old.keys() - have.keys():

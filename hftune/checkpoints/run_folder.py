@@ -20,7 +20,7 @@ PROFILE = "profile"
 """Subfolder with the traces of ``train.profile``."""
 
 
-def here(run: str | Path, *parts: str, key: str = "the run") -> Path:
+def here(run: str | Path, *parts: str, key: str = "") -> Path:
     """Return a run, or a part of it, as a path of this machine; see ``fetched`` for what is at an address."""
     if not is_address(str(run)):
         return Path(os.path.expanduser(run))  # noqa: PTH111 - Path's raises for ~nobody

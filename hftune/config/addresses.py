@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from hftune.errors import ConfigError, did_you_mean, first_line
+from hftune.errors import ConfigError, DataError, did_you_mean, first_line, message_of
+from hftune.secrecy import without_secrets
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
+T = TypeVar("T")
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
 """What to install for a protocol."""
 AT_ONCE: dict[str, Any] = {"max_concurrency": 2}
@@ -33,8 +37,11 @@ FOR_GOOD = (FileNotFoundError, PermissionError, ImportError, ValueError, TypeErr
 """Errors that no second attempt mends; the network is none of them."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What the disk of this machine says."""
-WITHOUT_KEYS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError")
-"""The same, by their names, as their package may not be there."""
+DENIED = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError")
+"""What PermissionError says, too, by their names, as their package may not be there."""
+TRIES = 8
+"""Of what a network may interrupt: FIRST_WAIT_S after the first one, then after twice as long each time, a minute in all."""
+FIRST_WAIT_S = 0.4
 
 
 def is_address(text: str) -> bool:
@@ -80,20 +87,22 @@ def refuse_address(output_dir: str | None, who: str) -> None:
         raise ConfigError(f"output_dir={output_dir}: {who} needs a folder. Set output_dir=... to one, and copy it afterwards.")
 
 
-def file_system(address: str) -> tuple[AbstractFileSystem, str]:
+def file_system(address: str, **options: Any) -> tuple[AbstractFileSystem, str]:
     """Return the file system of an address, and the path of the address in it. Does not connect.
+
+    Args:
+        options: what fsspec is given, such as credentials.
 
     Raises:
         ImportError: its package is missing. See ``what_is_wrong``.
     """
     from fsspec.core import url_to_fs
 
-    fs, path = url_to_fs(address, use_listings_cache=False, **OPTIONS.get(address.partition(":")[0], {}))
-    return fs, str(path).rstrip("/")
+    return url_to_fs(address, **{"use_listings_cache": False, **OPTIONS.get(address.partition(":")[0], {}), **options})
 
 
 @contextmanager
-def downloaded(source: str | Path, key: str) -> Iterator[str | Path]:
+def copied_here(source: str | Path, key: str) -> Iterator[str | Path]:
     """Yield a path of this machine: of a file at an address for as long as the block lasts; anything else as it is.
 
     Raises:
@@ -102,44 +111,80 @@ def downloaded(source: str | Path, key: str) -> Iterator[str | Path]:
     if not is_address(str(source)):
         yield source
         return
+
+    def get_file() -> None:
+        fs, path = file_system(str(source))
+        fs.get_file(path, str(file))
+
     with TemporaryDirectory(prefix="hftune-") as folder:
         file = Path(folder) / local_name(str(source)).name
-        try:
-            fs, path = file_system(str(source))
-            fs.get_file(path, str(file))
-        except FileNotFoundError as error:
-            raise ConfigError(f"{key}={source}: there is no such file.") from error
-        except Exception as error:  # whatever a library raises
-            raise what_is_wrong(key, str(source), error) from error
+        patiently(get_file, f"{key}={source}")
         yield file
+
+
+def patiently(
+    call: Callable[[], T],
+    what: Any,
+    kind: Callable[[str], Exception] = ConfigError,
+    keys: str = "those of the environment",
+    wait: Callable[[float], Any] = time.sleep,
+) -> T:
+    """Return what a call returns that goes to an address; if it fails as networks do, call it again.
+
+    Args:
+        what: names the address in messages.
+        kind: of error to raise.
+        keys: which credentials to check, for messages.
+
+    Raises:
+        Exception: of this kind: it fails in another way, or again and again. ConfigError and DataError are raised as they are.
+    """
+    for attempt in range(TRIES):
+        try:
+            return call()
+        except (ConfigError, DataError):
+            raise
+        except Exception as error:  # each library has exceptions of its own
+            if attempt == TRIES - 1 or is_for_good(error):
+                raise kind(what_is_wrong(what, error, keys)) from error
+            wait_s = FIRST_WAIT_S * 2**attempt
+            if attempt > 1:
+                text = f"note: {what} cannot be reached: {first_line(_said(error))}. Trying again in {wait_s:g} s."
+                print(without_secrets(text), file=sys.stderr, flush=True)
+            wait(wait_s)
+    raise AssertionError
 
 
 def is_for_good(error: BaseException) -> bool:
     """Whether a further attempt would end in the same error: a wrong name, a wrong key, no permission."""
+    error = _said(error)
     is_full = isinstance(error, OSError) and error.errno in FULL
-    return is_full or isinstance(error, FOR_GOOD) or type(error).__name__ in WITHOUT_KEYS
+    return is_full or isinstance(error, FOR_GOOD) or type(error).__name__ in DENIED or _status(error) in (401, 403, 404, 410)
 
 
-def what_is_wrong(key: str, address: str, error: BaseException) -> ConfigError:
-    """Return an error of a library as one sentence about an address."""
-    if isinstance(error, ConfigError):
-        return error
-    protocol = address.partition(":")[0]
-    place = f"{protocol}://{local_name(address).parts[0]}"
-    if isinstance(error, ImportError):
-        package = PACKAGES.get(protocol)
-        hint = f"needs a package that is not installed: pip install {package}." if package else f"cannot be used: {error}."
-        return ConfigError(f"{key}={address} {hint}")
+def what_is_wrong(what: Any, error: BaseException, keys: str = "those of the environment") -> str:
+    """Return an error of a library as one sentence about an address; the arguments are those of ``patiently``."""
+    error, protocol = _said(error), re.search(r"(\w+)://", str(what))
+    package = PACKAGES.get(protocol[1]) if protocol else None
+    if isinstance(error, ImportError) and package:
+        return f"{what} needs a package that is not installed: pip install {package}."
     if isinstance(error, OSError) and error.errno in FULL:
-        return ConfigError(f"{key}={address} cannot be brought to this machine: {error.strerror}. Make room for it.")
-    if isinstance(error, FileNotFoundError):
-        return ConfigError(f"{key}={address}: there is no {place}. Create it, or correct the name.")
-    if isinstance(error, PermissionError):
-        said = str(error.strerror or error).partition("\n")[0].rstrip(". ")
-        return ConfigError(
-            f"{key}={address}: access is denied ({said}). Check the keys in the environment, and that they may read, write and "
-            f"remove objects in {place}."
-        )
-    if type(error).__name__ in WITHOUT_KEYS:
-        return ConfigError(f"{key}={address} cannot be used: {first_line(error)}. Put keys into the environment.")
-    return ConfigError(f"{key}={address} cannot be reached: {first_line(error)}. Check the network and the endpoint.")
+        return f"{what} cannot be brought to this machine: {error.strerror}. Make room for it."
+    if isinstance(error, FileNotFoundError) or _status(error) in (404, 410):
+        return f"{what}: there is no such file or bucket. Correct the name, or create the bucket."
+    if isinstance(error, PermissionError) or type(error).__name__ in DENIED or _status(error) in (401, 403):
+        return f"{what}: access is denied ({message_of(error)}). Check the credentials, {keys}."
+    advice = "Check the address and its options." if is_for_good(error) else "Check the network and the endpoint."
+    return f"{what} cannot be reached: {first_line(error)}. {advice}"
+
+
+def _said(error: BaseException) -> BaseException:
+    """Return what a library has met: of any failure, fsspec (2026.9) says on the web that there is no such file."""
+    cause = error.__cause__
+    is_of_web = isinstance(cause, TimeoutError) or type(cause).__module__.startswith("aiohttp")
+    return cause if cause is not None and is_of_web and isinstance(error, FileNotFoundError) else error
+
+
+def _status(error: BaseException) -> int | None:
+    """Return what a web server has answered."""
+    return getattr(error, "status", None)

@@ -17,7 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, get_origin
 
-from hftune.config.addresses import address_problem, downloaded, is_like_address
+from hftune.config.addresses import address_problem, copied_here, is_like_address
 from hftune.config.importing import find_beside, import_named, is_own
 from hftune.config.keys import Key, is_dotted, key_of, keys_of, needing, problems_of
 from hftune.config.layers import Layer, Written, merge, read_files, read_overrides, remove
@@ -96,7 +96,7 @@ class Recipe(RunConfig):
         Raises:
             ConfigError: holding every problem found: unknown keys, wrong types, values out of bounds.
         """
-        with downloaded(source, "recipe") as path:
+        with copied_here(source, "recipe") as path:
             return _build([*read_files(recipe_path(path)), read_overrides(overrides)], Path(path).stem, trust_code)
 
     @classmethod

@@ -40,6 +40,8 @@ ADVICE = (
 )
 STALE_S = 86_400
 """Unfinished files that have not changed for this long are left over from a killed process, and are removed."""
+UNUSED_S = 30 * 86_400
+"""Copies of what is elsewhere that nobody has asked for in this long are removed when one is asked for."""
 
 SAY_S = 10.0
 """Seconds between two lines of progress."""
@@ -105,6 +107,18 @@ def locked(path: Path, wait: bool = True) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def copy_folder(kind: str, key: Any) -> Path:
+    """Return a folder of the cache for a copy of what is elsewhere, and remove copies that are UNUSED_S old."""
+    path = cache_dir() / kind / Hasher.hash(key)
+    with explained(), locked(cache_dir() / kind):
+        path.mkdir(parents=True, exist_ok=True)
+        os.utime(path)  # it is asked for
+        for other in path.parent.iterdir():
+            if time.time() - other.stat().st_mtime > UNUSED_S:
+                remove(other)
+    return path
 
 
 @contextmanager

@@ -15,25 +15,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 from datasets.fingerprint import Hasher
-from fsspec.core import url_to_fs
 from fsspec.spec import AbstractFileSystem
 
 from hftune.atomic import atomic_path
-from hftune.config.addresses import WITHOUT_KEYS, is_for_good
-from hftune.data.cache import STALE_S, cache_dir, explained, locked
+from hftune.config import addresses
+from hftune.data.cache import STALE_S, cache_dir, copy_folder, explained, locked
 from hftune.data.files import local_files
 from hftune.errors import DataError
 from hftune.secrecy import without_secrets
 
-Value = TypeVar("Value")
 _ending = threading.Event()
 """Set when the process ends. A thread that reads for Arrow then must have ended, or Arrow waits for it for ever."""
-TRIES = 8
-"""Of what a network may interrupt; FIRST_WAIT_S after the first one, and after each twice as long as before, a minute."""
-FIRST_WAIT_S = 0.5
 VERSIONS = (
     *("ETag", "etag", "xet_hash", "blob_id", "sha256", "md5Hash", "content_md5", "Content-MD5", "Digest"),
     *("LastModified", "last_modified", "Last-Modified", "mtime", "created"),
@@ -49,6 +44,10 @@ FREE_TO_FETCH = 0.8
 
 class SourceError(DataError):
     """A file that is not there any more, has changed or cannot be reached: its rows are not bad, and none is left out."""
+
+
+KEYS = "those of the environment, or task.storage_options"
+patiently = partial(addresses.patiently, kind=SourceError, keys=KEYS, wait=_ending.wait)
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,8 @@ class File:
 
     def place(self) -> tuple[AbstractFileSystem, str]:
         """Return its file system, and what it is called there."""
-        return url_to_fs(self.address, **({} if self.is_local else self.options))  # anew: none may be used in a fork
+        options = {} if self.is_local else self.options
+        return addresses.file_system(self.address, **options)  # anew: none may be used in a fork
 
 
 class Elsewhere(io.RawIOBase):
@@ -176,38 +176,6 @@ def _version(info: Mapping[str, Any]) -> str:
     return next((str(info[name]) for name in VERSIONS if info.get(name)), "")
 
 
-def patiently(call: Callable[[], Value], what: Any) -> Value:
-    """Return what a call returns that reads a file; if it fails as networks do, call it again.
-
-    Raises:
-        SourceError: it fails in another way, or again and again.
-    """
-    wait_s = FIRST_WAIT_S
-    for attempt in range(1, TRIES + 1):
-        try:
-            return call()
-        except DataError:
-            raise
-        except ImportError as error:
-            raise SourceError(f"{what} cannot be read: {error}. Install the package with pip.") from error
-        except Exception as error:  # each file system has exceptions of its own
-            cause = error.__cause__ or error  # of any failure, fsspec (2026.9) says on the web that there is no such file
-            status, reason = getattr(cause, "status", None), str(cause).strip().rstrip(".") or type(cause).__name__
-            if isinstance(cause, FileNotFoundError) or status in (404, 410) or "NoSuchBucket" in reason:
-                raise SourceError(f"{what}: there is no such file or bucket.") from error
-            if isinstance(cause, PermissionError) or status in (401, 403) or type(cause).__name__ in WITHOUT_KEYS:
-                advice = "Check the credentials: those of the environment, or task.storage_options."
-                raise SourceError(f"{what} must not be read: {reason}. {advice}") from error
-            if attempt == TRIES or is_for_good(cause):
-                advice = " Check task.storage_options." if isinstance(cause, TypeError) else ""
-                raise SourceError(f"{what} cannot be read: {reason}.{advice}") from error
-            if attempt > 2:
-                print(f"note: {what} cannot be read: {without_secrets(reason)}. Trying again in {wait_s:g} s.", flush=True)
-            _ending.wait(wait_s)
-            wait_s *= 2
-    raise AssertionError
-
-
 def find_files(patterns: Sequence[str], options: Mapping[str, Any]) -> list[str]:
     """Return the paths and addresses that patterns match, those of a pattern sorted.
 
@@ -229,7 +197,7 @@ def find_files(patterns: Sequence[str], options: Mapping[str, Any]) -> list[str]
 
 
 def _matched(pattern: str, options: Mapping[str, Any]) -> list[str]:
-    fs, path = url_to_fs(pattern, **options)
+    fs, path = addresses.file_system(pattern, **options)
     return sorted(map(fs.unstrip_protocol, fs.glob(path)))
 
 
@@ -237,19 +205,17 @@ def downloaded(file: File) -> str:
     """Return the path of a file, fetched once a machine if it is elsewhere."""
     if file.is_local:
         return file.address
-    path = cache_dir() / "files" / Hasher.hash(file.key) / Path(re.split("[?#]", file.address)[0]).name
-    with explained():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path):
-            if not path.is_file():
-                for left in path.parent.glob(".*.writing"):  # by a killed process
-                    left.unlink()
+    path = copy_folder("files", file.key) / Path(re.split("[?#]", file.address)[0]).name
+    with explained(), locked(path):
+        if not path.is_file():
+            for left in path.parent.glob(".*.writing"):  # by a killed process
+                left.unlink()
+            with atomic_path(path, is_shared=True) as temporary:
+                print(f"Downloading {file}, {file.size / 1e6:,.1f} MB ...", flush=True)
                 fs, place = file.place()
-                with atomic_path(path, is_shared=True) as temporary:
-                    print(f"Downloading {file}, {file.size / 1e6:,.1f} MB ...", flush=True)
-                    patiently(lambda: fs.get_file(place, str(temporary)), file)
-                    if temporary.stat().st_size != file.size:
-                        raise SourceError(f"{file} has changed while it was downloaded. Start again.")
+                patiently(lambda: fs.get_file(place, str(temporary)), file)
+                if temporary.stat().st_size != file.size:
+                    raise SourceError(f"{file} has changed while it was downloaded. Start again.")
     return str(path)
 
 

@@ -199,7 +199,7 @@ while True:
 
 def test_no_bucket_and_wrong_keys_are_one_sentence_before_a_model_is_loaded(server, begin):
     code, out = ended(begin("output_dir=s3://yours/run"))
-    assert code == 2 and "hftune: output_dir=s3://yours/run: there is no s3://yours. Create it, or correct the name." in out
+    assert code == 2 and "hftune: output_dir=s3://yours/run: there is no such file or bucket. Correct the name," in out
     assert "Traceback" not in out and "recipe   " not in out
     server.ask("POST", "moto-api/reset-auth", b"0")  # from here on, keys are checked
     try:

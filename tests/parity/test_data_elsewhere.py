@@ -149,7 +149,7 @@ def test_killed_run_goes_on_with_the_very_next_row(runs, words, tmp_path, size):
     [
         ("s3://nobody/rows.parquet", "s3://nobody/rows.parquet: there is no such file or bucket."),
         ("s3://data/none-*.parquet", "s3://data/none-*.parquet: there is no such file."),
-        ("gopher://data/rows.jsonl", "gopher://data/rows.jsonl cannot be read: Protocol not known: gopher."),
+        ("gopher://data/rows.jsonl", "gopher://data/rows.jsonl cannot be reached: ValueError: Protocol not known: gopher."),
     ],
 )
 def test_address_of_nothing_is_one_sentence_before_a_model_is_loaded(words, tmp_path, files, said):

@@ -23,6 +23,7 @@ from hftune.checkpoints.output_dir import OutputDir
 from hftune.checkpoints.resume import Start
 from hftune.checkpoints.train_state import TrainState
 from hftune.cli import main
+from hftune.config import addresses
 from hftune.config.addresses import local_folder, what_is_wrong
 from hftune.config.sections import CheckpointConfig
 from hftune.replay.audit import audit
@@ -36,8 +37,9 @@ MEMORY = fsspec.filesystem("memory")
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for where, name in ((module, "LOOK_S"), (module, "RETRY_S"), (objects, "RETRY_S")):
-        monkeypatch.setattr(where, name, 0.01)
+    monkeypatch.setattr(addresses, "FIRST_WAIT_S", 0.001)
+    for name in ("LOOK_S", "RETRY_S"):
+        monkeypatch.setattr(module, name, 0.01)
     for where, name in ((module, "PATIENCE_S"), (objects, "START_S")):
         monkeypatch.setattr(where, name, 0.2)
 
@@ -313,7 +315,7 @@ def test_a_bucket_that_does_not_answer_is_named_before_training_unless_a_later_r
             ConfigError, match=r"output_dir=memory://.* cannot be reached: TimeoutError: nobody is there\. Check the"
         ):
             here.claim()
-        assert "Trying again for 0.2 s." in capsys.readouterr().err
+        assert "nobody is there. Trying again in 0.004 s." in capsys.readouterr().err
         patch.setenv("HFTUNE_ROUND", "3")
         assert "This round goes on from" in here.claim()[0]
     here.train(20)
@@ -620,7 +622,9 @@ def test_what_is_forbidden_is_found_before_training_and_by_the_doctor(address, m
             with pytest.raises(ConfigError, match=r"access is denied"):
                 Bucket(address, Path("folder"), lambda: True).claim("auto")
     monkeypatch.setattr(type(MEMORY), "pipe_file", forbidden)
-    with pytest.raises(ConfigError, match=rf"output_dir={address}: access is denied \(Forbidden\)\. Check the keys"):
+    with pytest.raises(
+        ConfigError, match=rf"output_dir={address}: access is denied \(Forbidden\)\. Check the credentials, those"
+    ):
         check_bucket(address)
 
 
@@ -628,17 +632,20 @@ def test_what_is_forbidden_is_found_before_training_and_by_the_doctor(address, m
     "error, said",
     [
         (ModuleNotFoundError("Install s3fs"), "needs a package that is not installed: pip install s3fs."),
-        (FileNotFoundError("x"), "there is no s3://mine. Create it, or correct the name."),
+        (FileNotFoundError("x"), ": there is no such file or bucket. Correct the name, or create the bucket."),
         (
             OSError(28, "No space left on device"),
             "cannot be brought to this machine: No space left on device. Make room for it.",
         ),
-        (PermissionError("Forbidden"), "access is denied (Forbidden). Check the keys in the environment"),
-        (type("NoCredentialsError", (Exception,), {})("Unable to locate credentials"), "Put keys into the environment."),
+        (PermissionError("Forbidden"), "access is denied (Forbidden). Check the credentials, those of the environment."),
+        (
+            type("NoCredentialsError", (Exception,), {})("Unable to locate credentials"),
+            "access is denied (Unable to locate credentials). Check",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_sentence(error, said):
-    text = str(what_is_wrong("output_dir", "s3://mine/run", error))
+    text = str(what_is_wrong("output_dir=s3://mine/run", error))
     assert text.startswith("output_dir=s3://mine/run") and said in text and "\n" not in text
 
 
@@ -705,6 +712,26 @@ def test_commands_read_a_run_in_a_bucket_and_follow_it(here, address, tmp_path):
     assert steps(folder / "checkpoints") == [20]
     with pytest.raises(ConfigError, match=r"memory://nothing/run holds no run: there is no bucket\.json\. Name the output_dir"):
         fetched("memory://nothing/run")
+
+
+def test_a_command_that_may_not_read_a_bucket_says_so(here, address, monkeypatch):
+    def forbidden(*_, **__):
+        raise PermissionError("Forbidden")
+
+    monkeypatch.setattr(type(MEMORY), "cat_file", forbidden)
+    with pytest.raises(ConfigError, match=rf"^{address}: access is denied \(Forbidden\)\. Check the credentials"):
+        fetched(address)
+
+
+def test_a_run_may_be_called_model(tmp_path):
+    address = f"memory://bucket{next(NUMBERS)}/model"
+    machine = Machine(tmp_path / "here", address)
+    machine.claim()
+    machine.train(10)
+    machine.bucket.upload()
+    assert (fetched(address, "model") / "model/config.json").is_file() and (
+        fetched(f"{address}/model") / "config.json"
+    ).is_file()
 
 
 WORDS = (

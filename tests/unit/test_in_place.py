@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 from functools import partial
+from pathlib import Path
 
 import datasets
 import fsspec
@@ -15,10 +16,11 @@ from pyarrow import parquet
 
 from hftune import DataError
 from hftune.batch_plan import BatchPlan
+from hftune.config import addresses
 from hftune.data import as_needed, fetching, in_place
 from hftune.data.as_needed import Sizes, TextsAsNeeded
 from hftune.data.digest import content_digest, entry_hashes
-from hftune.data.fetching import Blocks, File, SourceError
+from hftune.data.fetching import Blocks, File, SourceError, downloaded
 from hftune.data.in_place import Column, ReadRows, RowsInPlace, joined, open_in_place
 from hftune.data.rows import load_files, row_numbers, select
 from tests.support.runs import write_jsonl
@@ -38,7 +40,7 @@ def rows_of(count=500):
 def small_pieces(monkeypatch, tmp_path):
     for name, value in {"PIECE": 2**10, "REMOTE_PIECE": 2**11, "LOOKED_AT": 2**13, "AT_ONCE": 2**12}.items():
         monkeypatch.setattr(in_place, name, value)
-    monkeypatch.setattr(fetching, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(addresses, "FIRST_WAIT_S", 0.001)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
@@ -188,17 +190,35 @@ def test_what_is_wrong_with_an_address_is_said(web):
             opened("json", address, options=options)
         return str(caught.value)
 
-    assert refused(f"{web.address}/none.jsonl") == f"{web.address}/none.jsonl: there is no such file or bucket."
-    assert "cannot be read: Please install gcsfs" in refused("gs://bucket/rows.jsonl")
+    assert refused(f"{web.address}/none.jsonl") == (
+        f"{web.address}/none.jsonl: there is no such file or bucket. Correct the name, or create the bucket."
+    )
+    missing = "gs://bucket/rows.jsonl needs a package that is not installed: pip install gcsfs."
+    assert refused("gs://bucket/rows.jsonl") == missing
     web.status = 403
     said = refused(f"{web.address}/rows.jsonl?token=abcdefgh")
     assert (
-        "must not be read: 403" in said
+        "access is denied (403" in said
         and said.endswith("those of the environment, or task.storage_options.")
         and "abcdefgh" not in said
     )
     web.status = 500
-    assert "cannot be read: 500" in refused(f"{web.address}/rows.jsonl")
+    assert "cannot be reached: ClientResponseError: 500" in refused(f"{web.address}/rows.jsonl")
+
+
+def test_keys_that_a_bucket_refuses_are_said_at_once(monkeypatch):
+    asked = []
+
+    def info(self, path, **_):
+        asked.append(path)
+        raise PermissionError("Forbidden") from RuntimeError("ClientError")  # as s3fs does
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "info", info)
+    with pytest.raises(
+        SourceError, match=r"memory://a/b\.jsonl: access is denied \(Forbidden\)\. Check the credentials, those of"
+    ):
+        File.found("memory://a/b.jsonl", {})
+    assert len(asked) == 1
 
 
 def test_file_that_changes_or_is_gone_is_named_and_none_of_its_rows_is_bad(web, tmp_path):
@@ -255,6 +275,17 @@ def test_parts_that_are_needed_last_make_room(tmp_path):
     blocks._next = {"d.block": 0}
     get("a")
     assert kept() == ["a", "d"]  # b is not needed any more
+
+
+def test_downloads_that_nobody_asks_for_any_more_make_room(web):
+    files = [File.found(f"{web.address}/{name}", {}) for name in web.files]
+    one, other = (Path(downloaded(file)) for file in files)
+    os.utime(one.parent, (0, 0))
+    asked = len(web.asked)
+    assert downloaded(files[1]) == str(other) and not one.parent.exists() and other.is_file() and len(web.asked) == asked
+    os.utime(other.parent, (0, 0))
+    assert downloaded(files[1]) == str(other) and len(web.asked) == asked  # it is asked for
+    assert downloaded(files[0]) == str(one) and one.is_file() and other.is_file()
 
 
 def test_parts_are_fetched_in_the_order_in_which_they_are_needed(web):
@@ -351,7 +382,7 @@ def test_server_without_etags_is_asked_for_the_time(web):
 
 
 def test_wrong_options_are_said_at_once(web):
-    with pytest.raises(SourceError, match=r"cannot be read: .*Check task\.storage_options\."):
+    with pytest.raises(SourceError, match=r"cannot be reached: TypeError: .*Check the address and its options\."):
         opened("json", f"{web.address}/rows.jsonl", options={"client_kwargs": {"nonsense": 1}})
 
 
