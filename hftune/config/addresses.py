@@ -185,6 +185,10 @@ def _said(error: BaseException) -> BaseException:
     return cause if cause is not None and is_of_web and isinstance(error, FileNotFoundError) else error
 
 
-def _status(error: BaseException) -> int | None:
-    """Return what a web server has answered."""
-    return getattr(error, "status", None)
+def _status(error: BaseException) -> int:
+    """Return what a server has answered, as aiohttp, gcsfs, adlfs and the Hub's library keep it; 0 if none has."""
+    if str(error).startswith("Forbidden"):  # gcsfs (2026.10) keeps no more
+        return 403
+    kept = [getattr(error, name, None) for name in ("status", "code", "status_code")]
+    status = str(next(filter(None, [*kept, getattr(getattr(error, "response", None), "status_code", None)]), 0))
+    return int(status) if status.isdecimal() else 0

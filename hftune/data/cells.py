@@ -118,7 +118,7 @@ def _sheet(source: str, path: str, data: bytes, sheet: str | None) -> pandas.Dat
                 return book.parse(sheet or 0, dtype=object, keep_default_na=False, na_values=[""])
             names = [*map(str, book.sheet_names)]
     except ImportError as error:
-        package = (re.search("openpyxl|xlrd", str(error)) or ["openpyxl"])[0]
+        package = "xlrd" if re.search(r"\.xls\b", path, re.IGNORECASE) else "openpyxl"  # pandas (3.1) may name a third one
         raise DataError(f"{source}: {path} is an Excel file. To read it: pip install {package}") from error
     except Exception as error:  # the packages that read them have exceptions of their own
         raise DataError(f"{source}: {path} cannot be read as an Excel file: {_reason(error)}.") from error

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,8 @@ def load_files(
     """
     if any("://" in file and "::" not in file for file in files):
         files = [downloaded(File.found(file, options or {})) for file in find_files(files, options or {})]
+    if any(file.lower().endswith(".zst") for file in files) and find_spec("zstandard") is None:
+        raise DataError(f"{source} is compressed with zstd. To read it: pip install zstandard")
     if kind == "excel":
         kind, files = "parquet", [excel_file(source, files, sheet)]
     if kind not in ("csv", "tsv"):

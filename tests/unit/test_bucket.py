@@ -642,11 +642,15 @@ def test_what_is_forbidden_is_found_before_training_and_by_the_doctor(address, m
             type("NoCredentialsError", (Exception,), {})("Unable to locate credentials"),
             "access is denied (Unable to locate credentials). Check",
         ),
+        (OSError("Forbidden: b/mine/o\nno access"), "access is denied (Forbidden: b/mine/o). Check"),  # as gcsfs says it
+        (type("HttpError", (OSError,), {"code": 401})("Anonymous caller"), "access is denied (Anonymous caller). Check"),
+        (type("HttpError", (OSError,), {"code": 503})("busy"), "cannot be reached: HttpError: busy. Check the network"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(error, said):
     text = str(what_is_wrong("output_dir=s3://mine/run", error))
     assert text.startswith("output_dir=s3://mine/run") and said in text and "\n" not in text
+    assert addresses.is_for_good(error) == ("the network" not in said)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,9 @@ def test_excel_files_that_cannot_be_read_are_refused_in_a_sentence(book, tmp_pat
     monkeypatch.setattr(pandas, "ExcelFile", raising(ImportError("`Import openpyxl` failed.")))
     path = book(reviews=[["text", "label"], ["b", 2]])
     assert said(path) == f"task.data_files.train=x: {path} is an Excel file. To read it: pip install openpyxl"
+    monkeypatch.setattr(pandas, "ExcelFile", raising(ImportError("`Import python-calamine` failed.")))
+    (tmp_path / "old.xls").write_bytes(b"")
+    assert said(str(tmp_path / "old.xls")).endswith("old.xls is an Excel file. To read it: pip install xlrd")
 
 
 def raising(error):

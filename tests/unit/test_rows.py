@@ -248,6 +248,14 @@ def test_zip_files_and_files_elsewhere_are_read(tmp_path):
             load_split(Source(files={"train": f"{web.address}/none.csv"}), "train")
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl.zst", "rows.csv.zst"])
+def test_missing_package_for_zstd_is_named(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("hftune.data.rows.find_spec", lambda name: None)
+    (tmp_path / name).write_bytes(b"\x28\xb5\x2f\xfd")
+    with pytest.raises(DataError, match=rf"{name} is compressed with zstd\. To read it: pip install zstandard$"):
+        load_split(Source(files={"train": str(tmp_path / name)}), "train")
+
+
 def test_tar_files_of_webdataset_are_rows_of_images(tmp_path):
     with tarfile.open(tmp_path / "images.tar", "w") as file:
         for number in range(3):

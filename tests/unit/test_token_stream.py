@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hftune import DataError
-from hftune.data import blocks, cache, fetching, in_place
+from hftune.config import addresses
+from hftune.data import blocks, cache, in_place
 from hftune.data.blocks import token_stream
 from hftune.data.byte_tokenizer import byte_tokenizer, train_bytes
 from hftune.data.demo import reviews
@@ -67,7 +68,7 @@ def small(monkeypatch, tmp_path):
     for name, value in {"PIECE": 2**10, "REMOTE_PIECE": 2**11, "LOOKED_AT": 2**13, "AT_ONCE": 2**12}.items():
         monkeypatch.setattr(in_place, name, value)
     monkeypatch.setattr(blocks, "AT_ONCE", 70)
-    monkeypatch.setattr(fetching, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(addresses, "FIRST_WAIT_S", 0.001)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
