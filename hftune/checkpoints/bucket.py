@@ -34,6 +34,7 @@ from hftune.checkpoints.copying import (
     about,
     by_unit,
     layout,
+    manifests,
     place,
     progress_of,
     read_id,
@@ -181,28 +182,24 @@ class Bucket:
         print(f"Fetching {total / 1e6:,.1f} MB from {self.address}, which {found.who} has written ...", flush=True)
         incoming = self.folder / INCOMING
         remove(incoming)
-        notices, have, models = self._receive(found, incoming)
-        place(incoming, self.folder, found.run, have, models)
+        notices, models = self._receive(found, incoming)
+        place(incoming, self.folder, found.run, manifests(incoming), models)
         return notices
 
-    def _receive(self, found: Index, incoming: Path) -> tuple[list[str], dict[str, str], set[str]]:
+    def _receive(self, found: Index, incoming: Path) -> tuple[list[str], set[str]]:
         """Download the newest intact checkpoint, that of the best model, and all that belongs to them.
 
         Returns:
-            What a user should know, and which checkpoints and models have arrived, see ``place``.
+            What a user should know, and which models have arrived.
         """
         notices: list[str] = []
-        have: dict[str, str] = {}
 
         def take(step: int) -> bool:
             if (problem := download(self.place, found, incoming, step)) is not None:
                 notices.append(problem)
-                return False
-            manifest = json.loads((incoming / checkpoint_name(step) / "manifest.json").read_text(encoding="utf-8"))
-            have[checkpoint_name(step)] = manifest["sha256"]
-            return True
+            return problem is None
 
-        newest = next((step for step in reversed(found.checkpoints) if take(step)), None)
+        newest = next(filter(take, reversed(found.checkpoints)), None)
         if newest is None:
             raise ConfigError(f"{' '.join(notices)} No intact checkpoint is left. resume=never removes them and starts over.")
         progress = json.loads((incoming / checkpoint_name(newest) / "progress.json").read_text(encoding="utf-8"))
@@ -219,7 +216,7 @@ class Bucket:
                 models.discard(unit_of(name))
         for name in {*MODELS} - models:
             remove(incoming / name)
-        return notices, have, models
+        return notices, models
 
     # In training
 

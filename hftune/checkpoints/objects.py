@@ -255,20 +255,19 @@ def renew(place: Place, folder: Path, parts: set[str]) -> None:
         raise ConfigError(
             f"{place.address} holds no run: there is no {INDEX}. Name the output_dir of a run, as it was trained."
         )
-    folder.mkdir(exist_ok=True)
     old = json.loads((folder / INDEX).read_text(encoding="utf-8")) if (folder / INDEX).is_file() else {}
     have = {name: entry for name, entry in old.items() if index.files.get(name) == entry}
-    for name in old.keys() - have.keys():
+    for name in {*old, *index.files} - have.keys():
         remove(folder / inside(name))
         with suppress(OSError):  # which is no checkpoint without files
             (folder / name).parent.rmdir()
-    names = []
-    for name in index.files:
-        unit = unit_of(name)
-        is_log = unit not in MODELS and not unit.startswith(CHECKPOINTS)
-        if name not in have:
-            remove(folder / inside(name))
-            names += [name] if is_log or name.endswith(ABOUT) or {unit, unit.partition("/")[0]} & parts else []
+    folder.mkdir(exist_ok=True)
+
+    def is_needed(name: str) -> bool:
+        kinds = {unit_of(name), name.partition("/")[0]}
+        return name.endswith(ABOUT) or bool(kinds & parts) or not kinds & {CHECKPOINTS, *MODELS}
+
+    names = [name for name in index.files if name not in have and is_needed(name)]
     if names:
         total = sum(index.files[name]["bytes"] for name in names)
         print(f"Fetching {total / 1e6:,.1f} MB from {place.address} ...", file=sys.stderr, flush=True)

@@ -101,6 +101,12 @@ def file_system(address: str, **options: Any) -> tuple[AbstractFileSystem, str]:
     return url_to_fs(address, **{"use_listings_cache": False, **OPTIONS.get(address.partition(":")[0], {}), **options})
 
 
+def get_file(address: str, file: Path, **options: Any) -> None:
+    """Download a file; see ``file_system``."""
+    fs, path = file_system(address, **options)
+    fs.get_file(path, str(file))
+
+
 @contextmanager
 def copied_here(source: str | Path, key: str) -> Iterator[str | Path]:
     """Yield a path of this machine: of a file at an address for as long as the block lasts; anything else as it is.
@@ -112,13 +118,9 @@ def copied_here(source: str | Path, key: str) -> Iterator[str | Path]:
         yield source
         return
 
-    def get_file() -> None:
-        fs, path = file_system(str(source))
-        fs.get_file(path, str(file))
-
     with TemporaryDirectory(prefix="hftune-") as folder:
         file = Path(folder) / local_name(str(source)).name
-        patiently(get_file, f"{key}={source}")
+        patiently(lambda: get_file(str(source), file), f"{key}={source}")
         yield file
 
 

@@ -11,7 +11,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from platform import node
 from typing import Any, SupportsIndex
 
@@ -131,17 +131,15 @@ class TextsAsNeeded(Sequence):
     # The file
 
     def _read(self, indices: list[int]) -> dict[int, Any]:
-        found: dict[int, Any] = {}
-        for start in range(0, len(indices), AT_ONCE):
-            some = indices[start : start + AT_ONCE]
-            lines = self._run(f"SELECT number, sample FROM samples WHERE number IN ({','.join('?' * len(some))})", some)
-            found |= {number: _read_sample(sample) for number, sample in lines}
-        return found
+        return {number: _read_sample(sample) for number, sample in self._select("number, sample", indices)}
 
     def _kept(self, indices: list[int]) -> list[int]:
-        cut = [indices[start : start + AT_ONCE] for start in range(0, len(indices), AT_ONCE)]
-        found = [self._run(f"SELECT number FROM samples WHERE number IN ({','.join('?' * len(some))})", some) for some in cut]
-        return [number for lines in found for (number,) in lines]
+        return [number for (number,) in self._select("number", indices)]
+
+    def _select(self, columns: str, indices: list[int]) -> Iterator[tuple]:
+        for start in range(0, len(indices), AT_ONCE):
+            some = indices[start : start + AT_ONCE]
+            yield from self._run(f"SELECT {columns} FROM samples WHERE number IN ({','.join('?' * len(some))})", some)
 
     def _write(self, samples: dict[int, Any]) -> dict[int, Any]:
         lines = [(number, json.dumps(sample, default=_plain), time.time()) for number, sample in samples.items()]

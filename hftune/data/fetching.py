@@ -212,8 +212,7 @@ def downloaded(file: File) -> str:
                 left.unlink()
             with atomic_path(path, is_shared=True) as temporary:
                 print(f"Downloading {file}, {file.size / 1e6:,.1f} MB ...", flush=True)
-                fs, place = file.place()
-                patiently(lambda: fs.get_file(place, str(temporary)), file)
+                patiently(lambda: addresses.get_file(file.address, temporary, **file.options), file)
                 if temporary.stat().st_size != file.size:
                     raise SourceError(f"{file} has changed while it was downloaded. Start again.")
     return str(path)
@@ -314,11 +313,8 @@ class Blocks:
             total -= size
         self._free = (self.most_bytes - total) / 64  # other processes write, too
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"most_bytes": self.most_bytes}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self) -> Any:
+        return Blocks, (self.most_bytes,)
 
 
 def block_name(*key: Any) -> str:
