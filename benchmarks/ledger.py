@@ -46,7 +46,7 @@ def main() -> None:
         if record.problems or found.problems or found.steps != options.steps:
             raise RuntimeError(f"The ledger is not as it was written: {found.problems[:3]}")
     weights = {"weight": torch.zeros(options.megabytes, 2**18)}
-    hashing, _ = timed(lambda: weights_digest(weights))
+    hashing, _ = timed(lambda: weights_digest(weights.items()))
     rows = [
         ("a step's line, in training (us; goal: at most 100)", f"{1e6 * in_training:.0f}"),
         ("a step's line, again and again (us)", f"{1e6 * again:.1f}"),

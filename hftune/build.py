@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from typing import Any
@@ -16,14 +16,14 @@ from hftune.batch_plan import BatchPlan, by_length
 from hftune.config import ParallelConfig, Recipe, TrainConfig
 from hftune.data.augmentation import augmented
 from hftune.data.cache import one_at_a_time
-from hftune.distributed.accelerator import on_cpu
+from hftune.distributed.accelerator import asks_for_fsdp, on_cpu
 from hftune.distributed.devices import computes_bf16
 from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.errors import ConfigError, DataError, format_value
 from hftune.metrics.named import load_metrics
 from hftune.models.adapter_files import is_quantized
-from hftune.models.adapters import add_adapter, base_digest, check_installed, has_adapter, new_modules
+from hftune.models.adapters import add_adapter, check_installed, new_modules
 from hftune.models.balancing import LoadBalancing
 from hftune.models.dropout import replace_dropout
 from hftune.models.weights import load_weights, weight_files
@@ -45,11 +45,12 @@ class Parts:
     """"train"; "eval" unless the recipe never evaluates; and, if the recipe has one, "test"."""
     plan: BatchPlan
     model: nn.Module
-    """On the CPU, with the same weights on every process."""
+    """On the CPU, with the same weights on every process; or on the meta device, with an attribute ``unread``, until it is
+    sharded: see ``hftune.models.unread``."""
     num_steps: int
     """Optimizer steps of the whole run."""
     base: str | None = None
-    """On the main process: the digest of the frozen weights that adapters are trained on."""
+    """The digest of the frozen weights that adapters are trained on, once the model is prepared."""
     first_weights: str | None = None
     """On the main process of a run that begins: the digest of its weights, see ``weights_digest``."""
     notices: list[str] = field(default_factory=list)
@@ -91,12 +92,11 @@ def build(recipe: Recipe, progress: Progress, datasets: Mapping[str, Any] | None
     check_skip(recipe.train, num_steps)
     progress.stage("building the model")
     said: list[str] = []
-    model = build_model(recipe, said)
+    model = build_model(recipe, said, may_leave_weights(recipe))
     check_pipeline(recipe, plan, datasets["train"], model)
     check_single_samples(recipe, plan, first_epoch(recipe, datasets), model, num_steps)
     parts = Parts(datasets, plan, model, num_steps)
     if is_main:
-        parts.base = base_digest(model) if has_adapter(model) else None
         if (balancing := getattr(model, "load_balancing", None)) is not None:
             said.append(
                 f"train/loss balances the experts, router_aux_loss_coef={balancing.coefficient:g}: a step of more than one "
@@ -205,18 +205,34 @@ def total_steps(config: TrainConfig, plan: BatchPlan) -> int:
     return steps if config.max_steps is None else min(steps, config.max_steps)
 
 
-def build_model(recipe: Recipe, notices: list[str] | None = None) -> nn.Module:
+def may_leave_weights(recipe: Recipe) -> bool:
+    """Say whether to leave a pretrained model's weights in the files until it is sharded.
+
+    Not where anything may look at them earlier, or change them: a user's task, weights of one's own, DoRA.
+    """
+    is_sharded = asks_for_fsdp() and ProcessInfo.from_environment().world_size > 1
+    is_ours = type(recipe.task).__module__.startswith("hftune.")
+    return is_sharded and is_ours and own_weights(recipe) is None and recipe.adapter.type != "dora"
+
+
+def build_model(recipe: Recipe, notices: list[str] | None = None, leaves_weights: bool = False) -> nn.Module:
     """Build the task's model, with the same initial weights on every process.
 
     Args:
         notices: gets sentences on what weights of one's own leave out. None: nobody reads them.
+        leaves_weights: in the files of a pretrained model, if that is possible: see ``hftune.models.unread``.
 
     Raises:
         ConfigError: the model does not support the gradient checkpointing that the recipe asks for; ``task.weights``,
             ``train.freeze`` or ``adapter`` do not fit it; its experts cannot be balanced.
     """
     torch.manual_seed(recipe.seed)
-    with load_options(recipe):
+    with ExitStack() as options:
+        options.enter_context(load_options(recipe))
+        if leaves_weights:
+            from hftune.models.pretrained import loading
+
+            options.enter_context(loading(unread=True))
         model = recipe.task.build_model()
     if (path := own_weights(recipe)) is not None and torch.get_default_device().type != "meta":
         said = load_weights(model, path)
@@ -241,6 +257,11 @@ def build_model(recipe: Recipe, notices: list[str] | None = None) -> nn.Module:
         compile_model(model)
     else:
         replace_dropout(model)
+    if leaves_weights:
+        from hftune.models.unread import match_unread
+
+        if not match_unread(model) or any(map(has_running_statistics, model.modules())):
+            return build_model(recipe, notices)
     return model
 
 

@@ -94,7 +94,7 @@ def padding_share(plan: BatchPlan) -> float:
 def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     """Leave out padding, if train.packing=auto and the model computes the same without, as the main process tries. Collective.
 
-    Before ``strategy.prepare``, while every process has the whole model on its host.
+    Before ``strategy.prepare``.
 
     Raises:
         ConfigError: a step has too few micro-batches for the pipeline's schedule.
@@ -108,12 +108,12 @@ def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     half = HALF[strategy.precision]
     samples, dataset = trial_samples(plan.lengths), first_epoch(recipe, parts.datasets)
 
-    def tried() -> str | None:
+    def tried(model: nn.Module) -> str | None:
         if config.compile and not repeated_layers(model):
             return "it is compiled as a whole (train.compile=true)"
         return packing_problem(model, recipe.task, dataset, samples, strategy.device, half, padding_share(plan) >= 0.01)
 
-    reason = strategy.on_main(tried)
+    reason = strategy.tried(model, tried)
     if reason is None:
         strategy.collate_packed = collate_for(model, recipe.task)
         parts.plan = without_padding(config, plan, recipe.parallel.pipeline_stages)
@@ -132,7 +132,7 @@ def settle_head(
 ) -> list[str]:
     """Let a model compute its loss together with its head, where there are many logits and it comes out the same. Collective.
 
-    Before ``strategy.prepare``, while every process has the whole model on its host.
+    Before ``strategy.prepare``.
 
     Args:
         rows: of the largest micro-batch.
@@ -153,7 +153,8 @@ def settle_head(
     known = [0] if lengths is None else by_length(lengths).tolist()
     strategy.progress.stage("trying the loss in chunks")
     half = HALF[strategy.precision]
-    reason = strategy.on_main(lambda: head_problem(model, recipe.task, dataset, known[len(known) // 2], strategy.device, half))
+    sample = known[len(known) // 2]
+    reason = strategy.tried(model, lambda tried: head_problem(tried, recipe.task, dataset, sample, strategy.device, half))
     if reason is None:
         scored_head.install(model)
         strategy.scores_head = True
@@ -186,6 +187,9 @@ def prepare(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     parts.notices += settle_head(recipe, strategy, model, train, rows, others)
     strategy.progress.stage("preparing model and optimizer")
     strategy.prepare(model, build_optimizer(model, recipe))
+    parts.base = strategy.broadcast(strategy.sharding.base_digest())
+    if parts.base is not None:
+        strategy.model.known_base_digest = parts.base  # exports name it
     strategy.sharding.begin_training(keeps_average=recipe.train.ema_decay is not None)
     parts.notices += [*strategy.notices(), *precision_notices(recipe.train, strategy.precision, strategy.device)]
 

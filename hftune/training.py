@@ -19,12 +19,10 @@ from hftune.errors import Interrupted
 from hftune.finish import finish, interrupted, say_finished
 from hftune.loop import fit
 from hftune.milestones import Run
-from hftune.models.weights import weights_digest
 from hftune.opening import open_run
 from hftune.settle import changed_precision, idle_notices, prepare, settle_micro_batches, warm_up_strategy
 from hftune.strategies import statistics
 from hftune.strategies.base import Strategy
-from hftune.strategies.sharding import model_tensors
 from hftune.tracking.console import hide_progress_bars, hide_reports, is_terminal, note
 from hftune.tracking.tracker import check_trackers
 
@@ -54,8 +52,9 @@ def train(recipe: Recipe, callbacks: Sequence[Callback] = ()) -> TrainResult:
         session.at_end(strategy.end_workers)
         provenance = compare(session, strategy, parts)
         output.confirm(strategy)
-        parts.first_weights = first_weights(output, strategy, parts)
         prepare(recipe, strategy, parts)
+        provenance.base = parts.base
+        parts.first_weights = first_weights(output, strategy)
         state, before = output.restore(strategy, provenance, parts.num_steps)
         if result := output.finished_result(strategy, state, parts.num_steps):
             return say_finished(strategy, recipe, result)
@@ -97,18 +96,15 @@ def compare(session: Session, strategy: Strategy, parts: Parts) -> Provenance:
     commits = task.commits()
     digests = session.compare(strategy, parts.datasets, commits)
     parts.notices += strategy.on_main(lambda: task.notices(parts.datasets, parts.model))
-    return Provenance(digests, commits, strategy.precision, base=strategy.broadcast(parts.base))
+    return Provenance(digests, commits, strategy.precision)
 
 
-def first_weights(output: OutputDir, strategy: Strategy, parts: Parts) -> str | None:
-    """Return, on the main process of a run that begins, the digest of the weights that it begins with. Local.
-
-    Before ``strategy.prepare``, while the main process has the whole model on its host.
-    """
-    if not strategy.is_main or output.start.checkpoint is not None:
+def first_weights(output: OutputDir, strategy: Strategy) -> str | None:
+    """Return, on the main process of a run that begins, the digest of the weights that it begins with. Collective."""
+    if strategy.broadcast(output.start.checkpoint is not None):
         return None
     strategy.progress.stage("hashing the first weights")
-    return weights_digest(model_tensors(parts.model))
+    return strategy.sharding.digest()
 
 
 def warm_up(run: Run) -> None:

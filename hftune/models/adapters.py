@@ -69,6 +69,8 @@ def add_adapter(model: nn.Module, config: AdapterConfig, new: Sequence[str] = ()
     from peft import LoraConfig
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    from hftune.models.unread import as_if_read  # imports transformers
+
     owners: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(parameter, []).append(name.rpartition(".")[0])
@@ -91,7 +93,8 @@ def add_adapter(model: nn.Module, config: AdapterConfig, new: Sequence[str] = ()
         ensure_weight_tying=not ties.keys().isdisjoint(whole),
     )
     try:
-        model.add_adapter(lora)
+        with as_if_read(model):
+            model.add_adapter(lora)
     except ValueError as error:  # of targets that peft moves
         raise ConfigError(f"adapter.targets: peft refuses them for {type(model).__name__}: {error}") from error
     # peft (0.21) takes names such as gate_proj for those that a mixture's experts had in transformers 4, and puts adapters on
@@ -164,7 +167,7 @@ def base_digest(model: nn.Module) -> str:
     """
     if known := getattr(model, "known_base_digest", None):
         return known
-    digest = weights_digest(base_tensors(model), leaves_out=is_packed)
+    digest = weights_digest(base_tensors(model).items(), leaves_out=is_packed)
     if has_adapter(model):  # else its weights may still change
         model.known_base_digest = digest
     return digest

@@ -95,7 +95,10 @@ def refuse_unknown(keys: Iterable[str], known: Iterable[str], kind: str, section
 
 @contextmanager
 def loading(**options: Any) -> Iterator[None]:
-    """Let ``load_model`` hand these to ``from_pretrained``, such as a dtype other than float32, whatever task calls it."""
+    """Let ``load_model`` hand these to ``from_pretrained``, such as a dtype other than float32, whatever task calls it.
+
+    ``unread=True`` lets it leave the weights in the files, if it can: see ``load_unread``.
+    """
     token = _OPTIONS.set({**_OPTIONS.get(), **options})
     try:
         yield
@@ -115,6 +118,7 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
         ConfigError: there is no such model, or its body, not only its head, has different sizes or fewer layers.
     """
     options = {"dtype": torch.float32, **_OPTIONS.get()}
+    is_unread = options.pop("unread", False)
     dtype = _OPTIONS.get().get("dtype") if model is None else options["dtype"]
     if model is None or torch.get_default_device().type == "meta":
         try:
@@ -136,7 +140,8 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # fine-tuning always misses head weights; no table of them
     try:
-        loaded, info = auto_class.from_pretrained(
+        found = _load_unread(auto_class, folder, config, options["dtype"]) if is_unread else None
+        loaded, info = found or auto_class.from_pretrained(
             folder, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **options
         )
     except (OSError, ValueError, RuntimeError, KeyError, ArithmeticError) as error:
@@ -151,6 +156,15 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
     vars(loaded).pop("hf_device_map", None)  # Accelerate (1.15) would keep a quantised model where it was loaded
     loaded.drawn_parameters = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
     return loaded
+
+
+def _load_unread(auto_class: Any, folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    from hftune.models.unread import load_unread
+
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        empty = _initialize(auto_class, config, None)
+    # An auto class may choose the model, and a part of the config with it.
+    return load_unread(type(empty), folder, config if type(empty.config) is type(config) else empty.config, dtype)
 
 
 def saved_config(directory: Path) -> PreTrainedConfig:

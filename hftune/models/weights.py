@@ -6,9 +6,9 @@ Independent of tasks.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hftune.errors import ConfigError, first_line
+from hftune.models.tensor_file import Pieces
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 """Files with all weights of a folder, in the order they are looked for."""
@@ -30,8 +31,8 @@ PREFIXES = ("module.", "_orig_mod.")
 """What DDP and torch.compile put before each name."""
 MAX_NAMES = 4
 """Names that a message lists; the rest are counted."""
-MAX_THREADS = 16
-"""Threads that hash weights. More would not read memory faster."""
+MAX_THREADS = 4
+"""Threads that hash weights, and tensors that they hold at a time. They read some 6 GB a second."""
 
 
 def weight_files(path: str, key: str = "task.weights") -> list[Path]:
@@ -129,23 +130,35 @@ def read_tensors(file: Path, what: str) -> Mapping[str, Tensor]:
     return tensors
 
 
-def weights_digest(tensors: Mapping[str, Tensor], leaves_out: Callable[[Tensor], bool] = lambda value: False) -> str:
-    """Return the SHA-256 of names, shapes, types and bytes of tensors, whatever their order and device.
+def weights_digest(
+    tensors: Iterable[tuple[str, Tensor | Pieces]], leaves_out: Callable[[Any], bool] = lambda value: False
+) -> str:
+    """Return the SHA-256 of names, shapes, types and bytes of named tensors, whatever their order and device.
 
-    It takes 6 to 10 seconds of a core for 10 GB. All cores share it: a launcher may leave torch one thread in each process, but
-    the other processes wait meanwhile.
+    It takes 6 to 10 seconds of a core for 10 GB. Several cores share it: a launcher may leave torch one thread in each process,
+    but the other processes wait meanwhile.
 
     Args:
         leaves_out: says whether only name, shape and type of a tensor count.
     """
 
-    def of_bytes(value: Tensor) -> bytes:
+    def of_bytes(value: Tensor | Pieces) -> bytes:
         if leaves_out(value):
             return b""
-        return sha256(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).digest()
+        digest = sha256()
+        for piece in (value,) if isinstance(value, Tensor) else value.pieces:
+            digest.update(piece.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return digest.digest()
 
-    named, digest = sorted(tensors.items()), sha256()
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
-        for (name, value), own in zip(named, threads.map(of_bytes, [value for _, value in named]), strict=True):
-            digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode() + own)
+    found: dict[str, tuple[str, Future[bytes]]] = {}
+    running: deque[Future[bytes]] = deque()
+    with ThreadPoolExecutor(MAX_THREADS) as threads:
+        for name, value in tensors:
+            running.append(threads.submit(of_bytes, value))
+            found[name] = f"{name} {tuple(value.shape)} {value.dtype} ", running[-1]
+            if len(running) == MAX_THREADS:
+                running.popleft().result()
+        digest = sha256()
+        for _, (header, own) in sorted(found.items()):
+            digest.update(header.encode() + own.result())
     return digest.hexdigest()

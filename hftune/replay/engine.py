@@ -29,14 +29,13 @@ from hftune.distributed.collectives import Collectives
 from hftune.distributed.consistency import fingerprint
 from hftune.distributed.session import Session
 from hftune.errors import ConfigError, TrainingError
-from hftune.models.weights import weights_digest
 from hftune.optim import ema_decay_at, lr_at
 from hftune.replay.history import NO_CHANGE, Change, History, keys_of
 from hftune.replay.samples import LeavingOut
 from hftune.settle import PARTS, default_parts, prepare, settle_micro_batches, warm_up_strategy
 from hftune.strategies.base import StepBatch, StepReport, Strategy
 from hftune.strategies.data_parallel import DataParallel
-from hftune.strategies.sharding import SavedState, model_tensors
+from hftune.strategies.sharding import SavedState
 from hftune.task import Task
 from hftune.tracking.facts import hardware
 
@@ -305,7 +304,7 @@ class Replayer:
         else:
             self._set_up(terms, saved, step)
         if step:
-            check_base(f"The checkpoint of step {step:,}", base, self.group.broadcast(self.parts.base))
+            check_base(f"The checkpoint of step {step:,}", base, self.parts.base)
 
     def _set_up(self, terms: Terms, saved: SavedState | None, step: int) -> None:
         """Build model and optimizer as training did, with the weights after a step. Collective."""
@@ -325,10 +324,12 @@ class Replayer:
                 raise ConfigError(f"--without does not work under {name}. Replay on one process, without a launcher.")
             self.strategy = strategy = LeavingOut(accelerator, self.task, self.session.progress)
         self.parts = parts
-        noted = None if step or self._changes_data or not strategy.is_main else terms.start.get("weights")
-        if noted is not None and weights_digest(model_tensors(parts.model)) != noted:  # drawn differently, or another model
-            self.notices.append("The first weights differ from those that the run began with.")
         prepare(recipe, strategy, parts)
+        noted = None if step or self._changes_data else terms.start.get("weights")
+        if (
+            noted is not None and strategy.sharding.digest() != noted and strategy.is_main
+        ):  # drawn differently, or another model
+            self.notices.append("The first weights differ from those that the run began with.")
         if step:
             self._load(saved, step)
         self.step = step

@@ -196,7 +196,7 @@ class Verification:
             return Check(segment.title, problems=[str(error).rstrip(".")])
         before, noted = self.replayer.weights(), self.receipt.starts[0].get("weights")
         # Drawn by other CPU kernels, the first weights may have other last bits.
-        is_as_noted = segment.start > 0 or not before or noted in (None, weights_digest(before["model"]))
+        is_as_noted = segment.start > 0 or not before or noted in (None, weights_digest(before["model"].items()))
         furthest, wrong = self._replay_steps(segment)
         saved = self.replayer.strategy.sharding.state()
         if saved is None:

@@ -114,6 +114,13 @@ class Strategy(Collectives, ABC):
         self._sums = self._loss = torch.zeros(())
         self._micro_losses: list[Tensor] = []
 
+    def tried(self, model: nn.Module, trial: Callable[[nn.Module], Any]) -> Any:
+        """Return, on all processes, what a trial of a model says on the main process, before ``prepare``. Collective.
+
+        The trial leaves the model as it is.
+        """
+        return self.on_main(lambda: trial(model))
+
     @abstractmethod
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take over model and optimizer: move, wrap, and start all processes from the main process's weights.

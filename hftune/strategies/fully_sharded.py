@@ -5,34 +5,42 @@ Independent of epochs, metrics and files.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs, send_to_device
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hftune.batch_plan import MicroBatch
 from hftune.distributed.collectives import Collectives
 from hftune.distributed.progress import Progress
 from hftune.errors import ConfigError
+from hftune.models.adapters import raise_precision
 from hftune.models.kinds import is_linear
 from hftune.models.stacks import outermost_lists
 from hftune.optim.muon import Muon
+from hftune.strategies.averages import part_here
 from hftune.strategies.base import NOTHING_ASKED, Asks, StepBatch, Strategy
 from hftune.strategies.data_parallel import DataParallel
-from hftune.strategies.optimizer_state import check_optimizer
+from hftune.strategies.optimizer_state import check_optimizer, options_of
 from hftune.strategies.seeds import seed_forward
 from hftune.strategies.sharding import Piece, Sharding, put_together, start_equal
 from hftune.strategies.whole_model import absent_model, materialize, meta_copy, tied_parameters
 from hftune.task import Task
+
+if TYPE_CHECKING:
+    from hftune.models.unread import Unread
 
 
 class FullySharded(DataParallel):
@@ -49,7 +57,8 @@ class FullySharded(DataParallel):
       weights (float32) in addition to its shards, as under DDP.
     - Weights are gathered in float32, and autocast does what it does under DDP: the losses are the same. With
       ``train.fsdp_gather=bf16``, what autocast would round is rounded before it is sent: see ``gathered_in_bf16``.
-    - ``build_model`` still builds the full model on every process, in host memory.
+    - Of a pretrained model, each process reads its own parts from the files, if ``build.may_leave_weights``. Any other model is
+      built as a whole by each process, in host memory.
     """
 
     computes_alone = False  # it waits for the others at each block
@@ -64,6 +73,13 @@ class FullySharded(DataParallel):
         self._absent = absent_model(lambda: setattr(self, "_asked_for_model", True))
         self._asked_for_model = self._needs_model = False
         """Whether the task has used the model in an evaluation: on this process, and on any."""
+
+    def tried(self, model: nn.Module, trial: Callable[[nn.Module], Any]) -> Any:
+        if not vars(model).get("unread"):  # each process has all of it
+            return super().tried(model, trial)
+        found = trial(self.sharding.copy_for_trial(model))  # by all, for the weights are gathered in it
+        gc.collect()  # of the copy, some may still be gathered
+        return self.broadcast(found)
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().prepare(model, optimizer)
@@ -165,36 +181,80 @@ class ShardedWeights(Sharding):
         super().__init__(accelerator, group)
         self.gather_precision = gather
         """``train.fsdp_gather``."""
+        self._parts: dict[str, Tensor] = {}
+        """What this process has read, until ``prepare`` is done with it."""
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         check_optimizer(optimizer, self.accelerator.device, is_sharded=True)
-        start_equal(model, self.group)
-        self.accelerator.prepare_model(model, evaluation_mode=True)  # autocast, which prepare leaves to FSDP
+        self.initial_options = options_of(optimizer)
+        self.wrapped = self.model = self.accelerator.prepare_model(model, evaluation_mode=True)  # autocast
+        unread = vars(model).pop("unread", {})
         self.meta_model = meta_copy(model)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        named = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:  # the whole parameters are freed one after the other
+            group["params"] = []
+        del names
+        self._shard(model, unread)
+        self._parts.clear()
+        parts = self.parameters()
+        for group, own in zip(optimizer.param_groups, named, strict=True):
+            group["params"] = [parts[name] for name in own]
         if isinstance(optimizer, Muon):
             optimizer.whole, optimizer.part = self.whole, part_like
         if isinstance(optimizer, torch.optim.SGD):
             for group in optimizer.param_groups:
                 group["fused"] = False  # torch 2.13 has no fused step of SGD for DTensors, only one of Adam
+        self.optimizer = self.accelerator.prepare_optimizer(optimizer)
+
+    def copy_for_trial(self, model: nn.Module) -> nn.Module:
+        """Return a sharded copy of a model whose weights are in files, which a failed forward pass may spoil. Collective."""
+        unread = model.unread
+        copy = deepcopy(model, {id(unread): {}})
+        self._shard(copy, unread)
+        return copy
+
+    def _shard(self, model: nn.Module, unread: Mapping[str, Unread]) -> None:
+        """Keep this process's part of a model, with the main process's weights or those in the files. Collective.
+
+        Raises:
+            ConfigError: ``train.fsdp_gather=bf16`` fits no block of the model.
+        """
+        start_equal(model, self.group)
         plugin = self.accelerator.state.fsdp_plugin
         if plugin.transformer_cls_names_to_wrap is None:
             # The classes of the members of outermost ModuleLists, but for those without submodules, and those that share a
             # weight: tied weights have to be gathered together. Not transformers' ``_no_split_modules``: BigBird has none, and
-            # BERT's hold its embeddings, which Accelerate splits.
+            # BERT's hold its embeddings.
             tied, members = tied_parameters(model), [member for _, layers in outermost_lists(model) for member in layers]
             sharing = {type(member).__name__ for member in members if not tied.isdisjoint(member.parameters())}
             split = {type(member).__name__ for member in members if [*member.children()]}
             plugin.transformer_cls_names_to_wrap = sorted(split - sharing)
         self.blocks = plugin.transformer_cls_names_to_wrap if plugin.auto_wrap_policy else []
-        blocks = [module for module in model.modules() if type(module).__name__ in self.blocks]
-        in_bf16 = gathered_in_bf16(blocks) if self.gather_precision == "bf16" else nullcontext()
-        with tied_weights_together(model), in_bf16:
-            super().prepare(model, optimizer)
         # torch warns that a task may change the outputs in place, and so lose the hook on them that begins the backward pass.
         # The first block begins it as well; without blocks no weight would get a gradient, which is refused. Blocks return
         # views where training computes no padding; what comes after a block leaves them as they are.
-        names = "|".join([type(self.model).__name__, *(f"FSDP{name}" for name in self.blocks)])
+        names = "|".join(f"FSDP{name}" for name in (type(model).__name__, *self.blocks))
         warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \(({names})\) returned a view tensor")
+        if self.accelerator.mixed_precision != "no":
+            raise_precision(model)  # what a unit trains has one precision
+        is_block = fsdp2_prepare_auto_wrap_policy(plugin, model) or (lambda module: False)
+        blocks = [module for module in [*model.modules()][:0:-1] if is_block(module)]  # inner ones first
+        options = {"reshard_after_forward": plugin.reshard_after_forward, "mp_policy": plugin.mixed_precision_policy}
+        shard_in_units(model, blocks, self.gather_precision == "bf16", **options)
+        named = chain(model.named_parameters(), model.named_buffers())
+        names_of = {id(value): name for name, value in named if value.is_meta}
+
+        def part(value: Tensor) -> Tensor:
+            if not value.is_meta:
+                return value
+            name = names_of[id(value)]
+            if name not in self._parts:
+                self._parts[name] = read_part(unread[name], value, self.group.device)
+            return self._parts[name]
+
+        if names_of:
+            model._apply(part)  # FSDP notices it, and tied weights stay tied
 
     def accumulating(self) -> AbstractContextManager:
         return nullcontext()  # FSDP's no_sync would keep the whole gradient on every process until the step's last micro-batch
@@ -259,36 +319,49 @@ def part_like(whole: Tensor, like: DTensor) -> DTensor:
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
-@contextmanager
-def gathered_in_bf16(blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Let Accelerate shard these blocks so that their linear layers are gathered in bfloat16, all else in float32.
+def read_part(source: Unread, like: Tensor, device: torch.device) -> Tensor:
+    """Read this process's part of a tensor, sharded like one on the meta device. Local."""
+    part, rows = torch.empty_like(part_here(like), device=device), slice(None)
+    if isinstance(like, DTensor):
+        start = first_row(like, like.device_mesh.get_local_rank())
+        rows = slice(start, start + len(part))
+    if part.numel():
+        part.copy_(source.read(rows))
+    if not isinstance(like, DTensor):
+        return part
+    return DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
-    Autocast rounds weights and biases of linear layers to bfloat16, and their gradients come back in it. This only has it
-    happen before the gather; FSDP adds the gradients up in float32, as ever. The other modules of a block, such as norms, get
-    units of their own, as a unit has one precision. A block that holds parameters in any other way stays float32.
+
+def shard_in_units(model: nn.Module, blocks: Sequence[nn.Module], in_bf16: bool, **options: Any) -> None:
+    """Shard a model in place, in units that are gathered at once: blocks, embeddings, the head, and all the rest.
+
+    With ``in_bf16``, linear layers of blocks are gathered in bfloat16, all else in float32. Autocast rounds weights and biases
+    of linear layers to bfloat16, and their gradients come back in it. This only has it happen before the gather; FSDP adds the
+    gradients up in float32, as ever. The other modules of a block, such as norms, get units of their own, as a unit has one
+    precision. A block that holds parameters in any other way stays float32.
+
+    Args:
+        options: of ``fully_shard``.
 
     Raises:
-        ConfigError: no block can be gathered like this.
+        ConfigError: no block can be gathered in bfloat16.
     """
-    split = {block: parts for block in blocks if (parts := float32_parts(block)) is not None}
-    if not split:
+    split = {block: parts for block in blocks if in_bf16 and (parts := float32_parts(block)) is not None}
+    if in_bf16 and not split:
         raise ConfigError("train.fsdp_gather=bf16: this model has no blocks with linear layers. Set train.fsdp_gather=float32.")
-    shard = torch.distributed.fsdp.fully_shard
     # Autocast converts the inputs of the linear layers; other modules may need theirs as they are.
-    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-
-    def shard_in_parts(module: Any, **options: Any) -> Any:
-        if isinstance(module, nn.Module) and module in split:
-            for part in split[module]:
-                shard(part, **options)
-            options["mp_policy"] = policy
-        return shard(module, **options)
-
-    torch.distributed.fsdp.fully_shard = shard_in_parts  # Accelerate 1.15 has one policy for all units
-    try:
-        yield
-    finally:
-        torch.distributed.fsdp.fully_shard = shard
+    bf16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in blocks:
+        for part in split.get(block, ()):
+            fully_shard(part, **options)
+        fully_shard(block, **options | ({"mp_policy": bf16} if block in split else {}))
+    tied = tied_parameters(model)
+    for name, kept in (("get_input_embeddings", {}), ("get_output_embeddings", {"reshard_after_forward": False})):
+        module = getattr(model, name, lambda: None)()
+        # Tied weights have to be in one unit with all that shares them. A head's backward pass follows its forward pass.
+        if module is not None and not isinstance(module, FSDPModule) and tied.isdisjoint(module.parameters()):
+            fully_shard(module, **options | kept)
+    fully_shard(model, **{key: value for key, value in options.items() if key != "reshard_after_forward"})
 
 
 def float32_parts(block: nn.Module) -> list[nn.Module] | None:
@@ -301,20 +374,3 @@ def float32_parts(block: nn.Module) -> list[nn.Module] | None:
     if len(parts) == len(owners) or any([*child.parameters()] for part in parts for child in part.children()):
         return None
     return parts
-
-
-@contextmanager
-def tied_weights_together(model: nn.Module) -> Iterator[None]:
-    """Keep Accelerate from gathering embeddings and head separately if weights are tied.
-
-    Accelerate 1.15 (fsdp2_prepare_model) puts the two that a transformers model names into one unit, but not what else shares
-    them: the bias of BERT's head, or the embeddings of a decoder. torch refuses that.
-    """
-    hidden = ("get_input_embeddings", "get_output_embeddings") if tied_parameters(model) else ()
-    for name in hidden:
-        setattr(model, name, lambda: None)
-    try:
-        yield
-    finally:
-        for name in hidden:
-            delattr(model, name)

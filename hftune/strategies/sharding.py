@@ -5,7 +5,7 @@ Independent of steps, epochs and files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -23,8 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from hftune.atomic import explain_write_errors
 from hftune.distributed.collectives import Collectives
 from hftune.errors import ConfigError, TrainingError
-from hftune.models.adapters import has_adapter, trained_names
+from hftune.models.adapters import base_tensors, has_adapter, is_packed, trained_names
 from hftune.models.tensor_file import Pieces, in_file_order, on_disk, taken
+from hftune.models.weights import weights_digest
 from hftune.strategies.averages import MovingAverage, averaged_names, averages_itself, part_here, to_training
 from hftune.strategies.optimizer_state import changed_options, check_optimizer, options_of, plain_state
 from hftune.strategies.whole_model import materialize
@@ -277,6 +278,27 @@ class Sharding:
             for number, name in enumerate(tensors)
         }
 
+    def digest(self) -> str:
+        """Return the digest of what a checkpoint holds of the model on the main process, see ``weights_digest``. Collective."""
+        return self._digest(self.tensors()["model"], self.expected())
+
+    def base_digest(self) -> str | None:
+        """Return that of the frozen weights beside adapters on the main process; None without adapters. Collective."""
+        frozen = base_tensors(self.model) if has_adapter(self.model) else None
+        return None if frozen is None else self._digest(frozen, frozen, is_packed)
+
+    def _digest(
+        self, tensors: Mapping[str, Tensor], names: Iterable[str], leaves_out: Callable[[Any], bool] = lambda value: False
+    ) -> str:
+        def arriving() -> Iterator[tuple[str, Tensor | Pieces]]:
+            for name in names:  # one at a time, as they take memory on the host
+                own = {name: tensors[name]} if name in tensors else {}
+                yield from self.streamed({"digest": own}).get("digest", {}).items()
+                self.await_sent()
+                self._host["digest"].clear()
+
+        return weights_digest(arriving(), leaves_out)
+
     def await_sent(self) -> None:
         """Wait until the main process has taken all pieces. Local."""
         for _ in range(self._num_to_come):
@@ -409,9 +431,9 @@ def whole(value: Tensor | Pieces) -> Tensor:
 
 
 def start_equal(model: nn.Module, group: Collectives) -> None:
-    """Give all processes the main process's parameters and buffers, one at a time. Collective."""
+    """Give all processes the main process's parameters and buffers, one at a time, if they are there. Collective."""
     with torch.no_grad():
-        for value in chain(model.parameters(), model.buffers()):
+        for value in (value for value in chain(model.parameters(), model.buffers()) if not value.is_meta):
             on_device = value.to(group.device)
             group.broadcast_tensor(on_device)
             value.copy_(on_device)

@@ -1,35 +1,41 @@
-"""What FSDP gathers in bfloat16, and what stands for a model that nobody has gathered."""
+"""What FSDP gathers at once and in bfloat16, and what stands for a model that nobody has gathered."""
 
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2Model
+from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
 from hftune import ConfigError
-from hftune.strategies.fully_sharded import gathered_in_bf16
+from hftune.strategies import fully_sharded
 from hftune.strategies.whole_model import ModelNeeded, absent_model
 
 
-def sharded(monkeypatch, model, blocks):
-    """Shard blocks and model as Accelerate does; return the units with their precision, in order."""
+def sharded(monkeypatch, model, blocks, in_bf16=True):
+    """Shard blocks and model; return the units with their precision, and whether they are freed after a forward pass."""
     units = []
-    monkeypatch.setattr(
-        torch.distributed.fsdp,
-        "fully_shard",
-        lambda module, mp_policy: units.append((module, mp_policy and mp_policy.param_dtype)),
-    )
-    with gathered_in_bf16(blocks):
-        for module in (*blocks, model):
-            torch.distributed.fsdp.fully_shard(module, mp_policy=None)
-    torch.distributed.fsdp.fully_shard(model, mp_policy=None)  # as before
+
+    def fully_shard(module, mp_policy, reshard_after_forward=None):
+        units.append((module, mp_policy and mp_policy.param_dtype, reshard_after_forward))
+
+    monkeypatch.setattr(fully_sharded, "fully_shard", fully_shard)
+    fully_sharded.shard_in_units(model, blocks, in_bf16, mp_policy=None, reshard_after_forward=True)
     return units
 
 
 def test_linear_layers_of_blocks_are_gathered_in_bf16_and_all_else_in_float32(monkeypatch):
     model = GPT2Model(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=10, n_positions=4))
     (block,) = model.h
-    units = sharded(monkeypatch, model, [block])
-    assert units == [(block.ln_1, None), (block.ln_2, None), (block, torch.bfloat16), (model, None), (model, None)]
+    in_block = [(block.ln_1, None, True), (block.ln_2, None, True), (block, torch.bfloat16, True)]
+    assert sharded(monkeypatch, model, [block]) == [*in_block, (model.wte, None, True), (model, None, None)]
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_embeddings_and_head_are_units_of_their_own_unless_they_share_weights(monkeypatch, is_tied):
+    config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=10, n_positions=4, tie_word_embeddings=is_tied)
+    model = GPT2LMHeadModel(config)
+    own = [] if is_tied else [(model.transformer.wte, None, True), (model.lm_head, None, False)]
+    (block,) = model.transformer.h
+    assert sharded(monkeypatch, model, [block], in_bf16=False) == [(block, None, True), *own, (model, None, None)]
 
 
 class Scaled(nn.Module):

@@ -70,6 +70,20 @@ def compiled_models_have_a_call():
     assert model._compiled_call_impl is not None
 
 
+def subclasses_of_tensors_can_be_taken_for_tensors():
+    class Own(torch.Tensor):
+        pass
+
+    with torch._C.DisableTorchFunctionSubclass():
+        assert type(torch.zeros(2).as_subclass(Own) + 1) is torch.Tensor
+
+
+def modules_apply_a_function_to_their_tensors():
+    layer = nn.Linear(2, 2, device="meta")
+    layer._apply(lambda value: torch.zeros_like(value, device="cpu"))
+    assert not any(value.is_meta for value in layer.parameters())
+
+
 def views_are_distinguished_from_copies():
     value = torch.zeros(2, 2, requires_grad=True) * 1
     assert value[:1]._is_view() and not value._is_view()
@@ -376,6 +390,20 @@ TABLE = [
         parsers_list_their_options,
     ),
     Upstream(
+        "_C",
+        "models",
+        "torch.compiler and torch's notes on extending name DisableTorchFunctionSubclass here",
+        "a public path",
+        subclasses_of_tensors_can_be_taken_for_tensors,
+    ),
+    Upstream(
+        "_apply",
+        "strategies",
+        "puts values into sharded parameters on the meta device, and FSDP and tied weights notice",
+        "pytorch: to_empty for some of a model's tensors",
+        modules_apply_a_function_to_their_tensors,
+    ),
+    Upstream(
         "_compiled_call_impl",
         "strategies",
         "hooks would break the graph of a model that model.compile() has compiled",
@@ -506,8 +534,8 @@ TABLE = [
     ),
     Upstream(
         "torch.utils._pytree.tree_map",
-        "planning replay",
-        "one sample of a batch, and detached outputs, whatever their nesting",
+        "planning replay models",
+        "one sample of a batch, detached outputs, and what a function of unread tensors is given, whatever their nesting",
         NO_ISSUE,
         nested_values_changed_at_their_leaves,
     ),
