@@ -13,6 +13,7 @@ from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from safetensors.torch import load_file

@@ -29,6 +29,7 @@ from hftune.errors import ConfigError
 from hftune.models.adapters import raise_precision
 from hftune.models.kinds import is_linear
 from hftune.models.stacks import outermost_lists
+from hftune.models.weights import weights_digest
 from hftune.optim.muon import Muon
 from hftune.strategies.averages import part_here
 from hftune.strategies.base import NOTHING_ASKED, Asks, StepBatch, Strategy
@@ -221,6 +222,8 @@ class ShardedWeights(Sharding):
             ConfigError: ``train.fsdp_gather=bf16`` fits no block of the model.
         """
         start_equal(model, self.group)
+        if unread and not self._parts:
+            self._compare_files(unread)
         plugin = self.accelerator.state.fsdp_plugin
         if plugin.transformer_cls_names_to_wrap is None:
             # The classes of the members of outermost ModuleLists, but for those without submodules, and those that share a
@@ -255,6 +258,17 @@ class ShardedWeights(Sharding):
 
         if names_of:
             model._apply(part)  # FSDP notices it, and tied weights stay tied
+
+    def _compare_files(self, unread: Mapping[str, Unread]) -> None:
+        """Make sure that all processes read the same model, by the first row of each matrix. Collective.
+
+        Raises:
+            ConfigError: a folder of the same name holds different weights elsewhere.
+        """
+        rows = ((name, value.read(slice(1))) for name, value in unread.items() if value.ndim < 3)
+        digest = weights_digest((f"{name} of {tuple(unread[name].shape)}", row) for name, row in rows)
+        if self.group.any_process(digest != self.group.broadcast(digest)):
+            raise ConfigError("task.model: this folder has different weights on different machines. Copy it from one to all.")
 
     def accumulating(self) -> AbstractContextManager:
         return nullcontext()  # FSDP's no_sync would keep the whole gradient on every process until the step's last micro-batch

@@ -1,11 +1,16 @@
 """What FSDP gathers at once and in bfloat16, and what stands for a model that nobody has gathered."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
 from hftune import ConfigError
+from hftune.models.unread import unread_tensors
 from hftune.strategies import fully_sharded
 from hftune.strategies.whole_model import ModelNeeded, absent_model
 
@@ -44,6 +49,18 @@ class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
         self.scale, self.linear = nn.Parameter(torch.ones(1)), nn.Linear(2, 2)
+
+
+def test_different_weights_in_a_folder_of_the_same_name_are_refused(tmp_path):
+    digests = []
+    main = SimpleNamespace(broadcast=lambda digest: digests.append(digest) or digest, any_process=bool)
+    other = SimpleNamespace(broadcast=lambda digest: digests[0], any_process=bool)
+    for name, group in (("here", main), ("copy", other), ("another", other)):
+        save_file({"weight": torch.ones(2, 3) + (name == "another"), "scale": torch.tensor(1.0)}, tmp_path / name)
+        sharding = fully_sharded.ShardedWeights(None, group)
+        with pytest.raises(ConfigError, match=r"^task.model: this folder") if name == "another" else nullcontext():
+            sharding._compare_files(unread_tensors([tmp_path / name]))
+    assert len(digests) == 1
 
 
 @pytest.mark.parametrize("block", [nn.Sequential(Scaled()), nn.Sequential(nn.LayerNorm(2))])
