@@ -326,9 +326,8 @@ class Replayer:
         self.parts = parts
         prepare(recipe, strategy, parts)
         noted = None if step or self._changes_data else terms.start.get("weights")
-        if (
-            noted is not None and strategy.sharding.digest() != noted and strategy.is_main
-        ):  # drawn differently, or another model
+        # Otherwise they were drawn differently, or this is another model.
+        if noted is not None and strategy.sharding.digest() != noted and strategy.is_main:
             self.notices.append("The first weights differ from those that the run began with.")
         if step:
             self._load(saved, step)

@@ -27,6 +27,11 @@ def trial_samples(lengths: Any) -> list[int]:
     return [int(order[place]) for place in sorted({len(order) - 1, 0, len(order) // 2}, reverse=True)]
 
 
+def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    """Round weights as training does, and keep none of them: where they are sharded, that would be a copy of the whole."""
+    return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
+
+
 def packing_problem(
     model: nn.Module,
     task: Task,
@@ -60,10 +65,7 @@ def packing_problem(
         has_half = any(parameter.dtype == half for parameter in model.parameters())  # beside adapters, which stay float32
         with trying(model, device):
             for dtype in (half,) if has_half else (None, half) if half else (None,):
-                with (
-                    torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False),
-                    attention_calls() as calls,
-                ):
+                with autocast(device, dtype), attention_calls() as calls:
                     padded, packed = model(**inputs), compute(model, **inputs, packing=packing)
                 if len(calls) != (count := len(stack_of(model))):
                     return f"{len(calls)} of its {count} layers can"
@@ -100,7 +102,7 @@ def head_problem(
         batch = send_to_device(task.collate([dataset[sample]]), device)
         inputs, target = task.inputs(batch), task.target(batch)
         dtype = half if any(value.dtype == half for value in model.parameters()) else None
-        with trying(model, device), torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False):
+        with trying(model, device), autocast(device, dtype):
             head, tolerance = Head.of(model), tolerance_of(device, dtype)
             for factor in (1.0, GROWN):
                 growing = head.module.register_forward_pre_hook(lambda _, hidden, factor=factor: (hidden[0] * factor,))
