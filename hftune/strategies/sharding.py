@@ -294,8 +294,7 @@ class Sharding:
             for name in names:  # one at a time, as they take memory on the host
                 own = {name: tensors[name]} if name in tensors else {}
                 yield from self.streamed({"digest": own}).get("digest", {}).items()
-                self.await_sent()
-                self._host["digest"].clear()
+                self.forget("digest")
 
         return weights_digest(arriving(), leaves_out)
 
@@ -307,6 +306,11 @@ class Sharding:
         if self._sender is not None:
             self._sender.join()
             self._sender = None
+
+    def forget(self, group: str) -> None:
+        """Free the copies of a group of ``streamed``, once they are sent. Local."""
+        self.await_sent()
+        del self._host[group]
 
     def _send(self, mine: Sequence[Mapping[str, Tensor]]) -> None:
         with suppress(RuntimeError):  # the main process has ended, which others find out as well
@@ -408,8 +412,7 @@ def put_together(sharding: Sharding, meta_model: nn.Module, tensors: Mapping[str
             values.update(on_disk(arriving["whole"], folder))
 
     sharding.group.on_main(write)
-    sharding.await_sent()
-    del sharding._host["whole"]
+    sharding.forget("whole")
     return materialize(meta_model, values.items())
 
 
