@@ -340,7 +340,7 @@ def choose_strategy(accelerator: Accelerator, recipe: Recipe, progress: Progress
     if accelerator.distributed_type == DistributedType.FSDP:
         from hftune.strategies.fully_sharded import FullySharded  # importing it takes a second; others need not wait
 
-        return FullySharded(accelerator, recipe.task, progress, recipe.train.fsdp_gather)
+        return FullySharded(accelerator, recipe.task, progress, recipe.train.fsdp_gather, recipe.parallel.replicas)
     return DataParallel(accelerator, recipe.task, progress)
 
 

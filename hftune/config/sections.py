@@ -391,7 +391,7 @@ def firsts(steps: Sequence[int], interval: int) -> set[int]:
 
 @dataclass
 class ParallelConfig(Section):
-    """Pipeline parallelism: how one model is cut into stages on several processes. Results do not depend on it."""
+    """How one model is spread over several processes: in stages of a pipeline, or under FSDP. Results do not depend on it."""
 
     section = "parallel"
 
@@ -405,6 +405,10 @@ class ParallelConfig(Section):
     """Stages on each process for interleaved and zero_bubble. null: 2 for interleaved, 1 for zero_bubble."""
     split: list[int] | None = key(None, ge=1, changes="rounding")
     """Number of layers of each stage, first to last. null: the largest stage gets as few parameters as possible."""
+    replicas: int = key(1, ge=1, changes="rounding")
+    """Under FSDP, groups of processes that have all weights between them, such as one a machine: weights are then gathered
+    within a group, and a step's gradient is added up over the groups once. It must divide the number of processes. 1: all
+    processes are one group."""
     regroup_every_s: float = key(60.0, ge=0, changes="rounding")
     """In an elastic job, whose machines come and go: seconds until a new machine is taken in, unless a checkpoint comes first,
     so that newcomers do not stop the others again and again. The loss of a machine is handled at once."""

@@ -57,6 +57,11 @@ def check_launcher(recipe: Recipe) -> None:
             f"train.fsdp_gather={recipe.train.fsdp_gather} needs FSDP, which the launcher does not ask for. Launch with "
             "accelerate_configs/fsdp.yaml, or set train.fsdp_gather=float32."
         )
+    elif recipe.parallel.replicas > 1:
+        raise ConfigError(
+            f"parallel.replicas={recipe.parallel.replicas} needs FSDP, which the launcher does not ask for. Launch with "
+            "accelerate_configs/fsdp.yaml, or set parallel.replicas=1: without FSDP each process is a replica."
+        )
 
 
 def _check_fsdp(recipe: Recipe) -> None:
@@ -76,6 +81,12 @@ def _check_fsdp(recipe: Recipe) -> None:
     if on_cpu() and torch.accelerator.is_available():  # torch would shard the weights over the GPUs all the same
         raise ConfigError(
             "FSDP on the CPUs of a machine with GPUs works only if the GPUs are hidden: set CUDA_VISIBLE_DEVICES=''."
+        )
+    replicas, world_size = recipe.parallel.replicas, ProcessInfo.from_environment().world_size
+    if world_size % replicas:
+        raise ConfigError(
+            f"parallel.replicas={replicas} does not divide the number of processes, {world_size}. Set it to the number of "
+            "machines, or to 1."
         )
     if recipe.adapter.quantize is not None:
         raise ConfigError(

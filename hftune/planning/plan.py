@@ -84,6 +84,8 @@ def make_plan(recipe: Recipe, num_processes: int = 1, device: str | None = None,
     """
     if num_processes < 1:
         raise ConfigError(f"--processes {num_processes} must be at least 1.")
+    if fsdp and num_processes % recipe.parallel.replicas:
+        raise ConfigError(f"parallel.replicas={recipe.parallel.replicas} does not divide --processes {num_processes}.")
     if fsdp and (num_processes == 1 or recipe.parallel.pipeline_stages > 1 or recipe.adapter.quantize is not None):
         raise ConfigError(
             "--fsdp: it needs two processes or more (--processes), and goes neither with parallel.pipeline_stages nor with "
@@ -348,10 +350,11 @@ def add_model(
             plan.notices.append(f"The memory cannot be estimated: train.optimizer={name} {needs_values(cause)}")
             return
         plan.disk = disk(recipe, plan, model, optimizer)
+        parts = plan.processes // recipe.parallel.replicas
         count_memory = count_in_process if plan.pipeline is None else count_in_pipeline
         try:
             memory, candidate = count_memory(plan, recipe, heaviest, model, optimizer)
-            memory = sharded(memory, recipe, model, optimizer, plan.processes) if plan.fsdp else memory
+            memory = sharded(memory, recipe, model, optimizer, parts) if plan.fsdp else memory
             rows = max(len(part.samples) for part in candidate.parts)
             longest = None if plan.data.longest is None else max(part.length for part in candidate.parts)
             plan.memory = Memory(**asdict(memory), device=device.type, samples=rows, longest=longest)
@@ -359,7 +362,7 @@ def add_model(
             copied = memory.weights_bytes - memory.frozen_bytes + memory.optimizer_bytes + memory.average_bytes
             plan.memory.host_copy_bytes = copied if is_spread else plan.disk.checkpoint_bytes
             if plan.fsdp:  # the main process has a piece of another one besides
-                piece = max(share_bytes([value], plan.processes) for value in model.parameters())
+                piece = max(share_bytes([value], parts) for value in model.parameters())
                 plan.memory.load_bytes = memory.weights_bytes + piece
                 plan.memory.host_copy_bytes += piece
                 plan.memory.export_bytes = memory.weights_bytes + piece

@@ -293,6 +293,7 @@ def as_replayed(nested: dict[str, Any], start: Mapping[str, Any], overrides: Ite
         nested.pop("parallel", None)  # a pipeline is replayed as one process, or some, that have the whole model
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() not in ("1", "true", "yes", "y", "on", "t"):
         train["fsdp_gather"] = "float32"
+        (nested.get("parallel") or {}).pop("replicas", None)
     return nested
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain
 from pathlib import Path
@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs, send_to_device
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -66,11 +67,18 @@ class FullySharded(DataParallel):
 
     sharding: ShardedWeights
 
-    def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None, gather: str = "float32"):
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        task: Task,
+        progress: Progress | None = None,
+        gather: str = "float32",
+        replicas: int = 1,
+    ):
         super().__init__(accelerator, task, progress)
         # Autocast would keep every weight that it has rounded until the end of a forward pass: 2 bytes of each on each process.
         accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
-        self.sharding = ShardedWeights(accelerator, self, gather)
+        self.sharding = ShardedWeights(accelerator, self, gather, replicas)
         self._absent = absent_model(lambda: setattr(self, "_asked_for_model", True))
         self._asked_for_model = self._needs_model = False
         """Whether the task has used the model in an evaluation: on this process, and on any."""
@@ -178,10 +186,12 @@ class ShardedWeights(Sharding):
     blocks: list[str]
     """Names of the classes whose instances are gathered one at a time; empty: the model is gathered as a whole."""
 
-    def __init__(self, accelerator: Accelerator, group: Collectives, gather: str = "float32"):
+    def __init__(self, accelerator: Accelerator, group: Collectives, gather: str = "float32", replicas: int = 1):
         super().__init__(accelerator, group)
         self.gather_precision = gather
         """``train.fsdp_gather``."""
+        self.replicas = replicas
+        """``parallel.replicas``: the processes of a replica are neighbours."""
         self._parts: dict[str, Tensor] = {}
         """What this process has read, until ``prepare`` is done with it."""
 
@@ -244,6 +254,9 @@ class ShardedWeights(Sharding):
         is_block = fsdp2_prepare_auto_wrap_policy(plugin, model) or (lambda module: False)
         blocks = [module for module in [*model.modules()][:0:-1] if is_block(module)]  # inner ones first
         options = {"reshard_after_forward": plugin.reshard_after_forward, "mp_policy": plugin.mixed_precision_policy}
+        if self.replicas > 1:
+            grid, names = (self.replicas, self.group.num_processes // self.replicas), ("replica", "shard")
+            options["mesh"] = init_device_mesh(self.group.device.type, grid, mesh_dim_names=names)
         shard_in_units(model, blocks, self.gather_precision == "bf16", **options)
         named = chain(model.named_parameters(), model.named_buffers())
         names_of = {id(value): name for name, value in named if value.is_meta}
@@ -270,8 +283,15 @@ class ShardedWeights(Sharding):
         if self.group.any_process(digest != self.group.broadcast(digest)):
             raise ConfigError("task.model: this folder has different weights on different machines. Copy it from one to all.")
 
-    def accumulating(self) -> AbstractContextManager:
-        return nullcontext()  # FSDP's no_sync would keep the whole gradient on every process until the step's last micro-batch
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        # FSDP's no_sync would keep the whole gradient on every process until the step's last micro-batch. Only what replicas
+        # add up waits for it.
+        self.wrapped.set_requires_all_reduce(False)
+        try:
+            yield
+        finally:
+            self.wrapped.set_requires_all_reduce(True)
 
     def whole(self, value: Tensor) -> Tensor:
         return value.full_tensor() if isinstance(value, DTensor) else value
@@ -279,9 +299,9 @@ class ShardedWeights(Sharding):
     def pieces(self, group: Mapping[str, Tensor]) -> Iterator[Piece]:
         for name, value in group.items():
             if isinstance(value, DTensor):
-                part = value.to_local()
-                if part.numel() or self.group.is_main:
-                    yield name, value.shape, first_row(value, value.device_mesh.get_local_rank()), part
+                part, place = value.to_local(), place_of(value)
+                if (part.numel() and place == self.group.process_index) or self.group.is_main:  # in the first replica
+                    yield name, value.shape, first_row(value, place), part
             elif self.group.is_main:
                 yield name, value.shape, 0, value
 
@@ -297,7 +317,8 @@ class ShardedWeights(Sharding):
                 own.copy_(received)
             return
         for rank in range(self.group.num_processes):
-            rows = whole[first_row(part, rank) : first_row(part, rank + 1)].to(self.group.device, own.dtype).contiguous()
+            place = rank % part.device_mesh.size(-1)
+            rows = whole[first_row(part, place) : first_row(part, place + 1)].to(self.group.device, own.dtype).contiguous()
             if rank == self.group.process_index:
                 own.copy_(rows)
             elif rows.numel():
@@ -323,9 +344,14 @@ class ShardedWeights(Sharding):
         return materialize(self.meta_model, gathered())
 
 
+def place_of(value: DTensor) -> int:
+    """Return the place of this process among those that have all of a tensor between them."""
+    return value.device_mesh.get_local_rank(value.device_mesh.ndim - 1)
+
+
 def first_row(value: DTensor, place: int) -> int:
     """Return the first row of a tensor that the process at a place has; all have equally many, but for the last ones."""
-    return min(-(-value.shape[0] // value.device_mesh.size()) * place, value.shape[0])
+    return min(-(-value.shape[0] // value.device_mesh.size(-1)) * place, value.shape[0])
 
 
 def part_like(whole: Tensor, like: DTensor) -> DTensor:
@@ -337,7 +363,7 @@ def read_part(source: Unread, like: Tensor, device: torch.device) -> Tensor:
     """Read this process's part of a tensor, sharded like one on the meta device. Local."""
     part, rows = torch.empty_like(part_here(like), device=device), slice(None)
     if isinstance(like, DTensor):
-        start = first_row(like, like.device_mesh.get_local_rank())
+        start = first_row(like, place_of(like))
         rows = slice(start, start + len(part))
     if part.numel():
         part.copy_(source.read(rows))

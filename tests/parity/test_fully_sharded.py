@@ -264,6 +264,8 @@ REFUSED = {
         *({}, (BF16_GATHER, "train.mixed_precision=bf16")),
         *(f"{BF16_GATHER} needs FSDP", "set train.fsdp_gather=float32."),
     ),
+    "replicas without FSDP": ({}, ("parallel.replicas=2",), "parallel.replicas=2 needs FSDP", "set parallel.replicas=1"),
+    "replicas of a part": (FSDP, ("parallel.replicas=2",), "parallel.replicas=2 does not divide", "processes, 1. Set it to"),
     "no launcher": (FSDP, (), "asks for FSDP, but Accelerate chose NO", "accelerate_configs/fsdp.yaml."),
 }
 

@@ -83,6 +83,7 @@ def test_a_resumed_run_may_change_what_leaves_its_weights_and_samples():
         ("task.max_eval_samples", "output"),
         ("adapter.rank", "model update"),
         ("parallel.split", "rounding"),
+        ("parallel.replicas", "rounding"),
         ("task.of_ones_own", "unknown"),
     ],
 )
