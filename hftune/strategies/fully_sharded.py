@@ -37,7 +37,7 @@ from hftune.strategies.base import NOTHING_ASKED, Asks, StepBatch, Strategy
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.optimizer_state import check_optimizer, options_of
 from hftune.strategies.seeds import seed_forward
-from hftune.strategies.sharding import Piece, Sharding, put_together, start_equal
+from hftune.strategies.sharding import Piece, Sharding, start_equal
 from hftune.strategies.whole_model import absent_model, materialize, meta_copy, tied_parameters
 from hftune.task import Task
 
@@ -255,8 +255,8 @@ class ShardedWeights(Sharding):
         blocks = [module for module in [*model.modules()][:0:-1] if is_block(module)]  # inner ones first
         options = {"reshard_after_forward": plugin.reshard_after_forward, "mp_policy": plugin.mixed_precision_policy}
         if self.replicas > 1:
-            grid, names = (self.replicas, self.group.num_processes // self.replicas), ("replica", "shard")
-            options["mesh"] = init_device_mesh(self.group.device.type, grid, mesh_dim_names=names)
+            grid = (self.replicas, self.group.num_processes // self.replicas)
+            options["mesh"] = init_device_mesh(self.group.device.type, grid, mesh_dim_names=("replica", "shard"))
         shard_in_units(model, blocks, self.gather_precision == "bf16", **options)
         named = chain(model.named_parameters(), model.named_buffers())
         names_of = {id(value): name for name, value in named if value.is_meta}
@@ -327,7 +327,7 @@ class ShardedWeights(Sharding):
     def unwrap(self, folder: Path) -> nn.Module:
         names = dict(chain(self.meta_model.named_parameters(), self.meta_model.named_buffers()))
         live = dict(chain(self.model.named_parameters(), self.model.named_buffers()))
-        return put_together(self, self.meta_model, {name: live[name].detach() for name in names}, folder)
+        return self.put_together(self.meta_model, {name: live[name].detach() for name in names}, folder)
 
     def whole_copy(self) -> nn.Module:
         """Return a plain model with the current weights on the device, on all processes. Collective.

@@ -21,7 +21,7 @@ from hftune.config.sections import ParallelConfig
 from hftune.distributed.collectives import Collectives
 from hftune.strategies.optimizer_state import check_optimizer, options_of
 from hftune.strategies.pipeline_stages import cut
-from hftune.strategies.sharding import Piece, Sharding, Tensors, fill_gradients, moments, put_together, start_equal
+from hftune.strategies.sharding import Piece, Sharding, Tensors, fill_gradients, moments, start_equal
 from hftune.strategies.whole_model import meta_copy
 
 BUCKET_BYTES = 25 * 2**20
@@ -166,7 +166,7 @@ class StagedWeights(Sharding):
                 torch.distributed.broadcast(value, src=self.grid.pp_rank, group=self.grid.replicas)
 
     def unwrap(self, folder: Path) -> nn.Module:
-        return put_together(self, self.meta_model, self.tensors()["model"], folder)
+        return self.put_together(self.meta_model, self.tensors()["model"], folder)
 
     def sum_over_replicas(self, value: Tensor) -> Tensor:
         """Add up a tensor in place over the processes that hold the same stages; return it. Collective over these."""

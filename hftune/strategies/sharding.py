@@ -298,6 +298,23 @@ class Sharding:
 
         return weights_digest(arriving(), leaves_out)
 
+    def put_together(self, meta_model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> nn.Module:
+        """Return a copy of a model without values that has them on the main process: in a file, not in memory. Collective.
+
+        Raises:
+            TrainingError: the file cannot be written.
+        """
+        arriving, values = self.streamed({"whole": dict(tensors)}), dict[str, Tensor]()
+
+        def write() -> None:
+            with taken(arriving), explain_write_errors(folder):
+                values.update(on_disk(arriving["whole"], folder))
+
+        self.group.on_main(write)
+        self.await_sent()
+        del self._host["whole"]
+        return materialize(meta_model, values.items())
+
     def await_sent(self) -> None:
         """Wait until the main process has taken all pieces. Local."""
         for _ in range(self._num_to_come):
@@ -306,11 +323,6 @@ class Sharding:
         if self._sender is not None:
             self._sender.join()
             self._sender = None
-
-    def forget(self, group: str) -> None:
-        """Free the copies of a group of ``streamed``, once they are sent. Local."""
-        self.await_sent()
-        del self._host[group]
 
     def _send(self, mine: Sequence[Mapping[str, Tensor]]) -> None:
         with suppress(RuntimeError):  # the main process has ended, which others find out as well
@@ -397,23 +409,6 @@ class Sharding:
             raise ValueError(f"the optimizer's {unknown[0]} belongs to no parameter")
         listed = {name: [(key, value.shape, value.dtype) for key, value in group.items()] for name, group in tensors.items()}
         return {**listed, **values}
-
-
-def put_together(sharding: Sharding, meta_model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> nn.Module:
-    """Return a copy of a model without values that has them on the main process: in a file, not in memory. Collective.
-
-    Raises:
-        TrainingError: the file cannot be written.
-    """
-    arriving, values = sharding.streamed({"whole": dict(tensors)}), dict[str, Tensor]()
-
-    def write() -> None:
-        with taken(arriving), explain_write_errors(folder):
-            values.update(on_disk(arriving["whole"], folder))
-
-    sharding.group.on_main(write)
-    sharding.forget("whole")
-    return materialize(meta_model, values.items())
 
 
 def empty_on_host(whole: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from hftune.distributed.collectives import Collectives
 from hftune.errors import ElsewhereError
 from hftune.models.tensor_file import taken, write_tensors
 from hftune.strategies.fully_sharded import ShardedWeights
-from hftune.strategies.sharding import put_together
 
 SIZE = 3
 
@@ -48,11 +47,11 @@ def work(rank, folder):
             for name, own in saved.items():
                 write_tensors(folder / f"{target}-{name}", own)
     empty = model().to("meta")
-    whole = put_together(sharding, empty, {name: tensors["model"][name] for name in empty.state_dict()}, folder)
+    whole = sharding.put_together(empty, {name: tensors["model"][name] for name in empty.state_dict()}, folder)
     if rank == 0:
         save_file(whole.state_dict(), folder / "exported")
     try:
-        put_together(sharding, empty, dict(spread), folder / "none")
+        sharding.put_together(empty, dict(spread), folder / "none")
         raise AssertionError
     except (TrainingError, ElsewhereError) as error:
         (folder / f"said-{rank}").write_text(str(error))
