@@ -232,6 +232,7 @@ class Blocks:
         self._next: dict[str, int] = {}
         self._free = 0.0  # bytes that may be written before the folder is looked at again
         self._expected: Sequence[tuple[str, Callable[[], bytes], int]] = ()
+        self._reached = 0  # place among the expected: those before it have been asked for
         self._wanted = threading.Event()
         self._reader: threading.Thread | None = None
         self.looked: tuple[Any, int] = None, 0
@@ -239,7 +240,7 @@ class Blocks:
 
     def get(self, name: str, make: Callable[[], bytes]) -> BinaryIO:
         """Return a part, opened; ``make`` is called if it is not there."""
-        path = self.folder / name
+        path, self._reached = self.folder / name, max(self._reached, self._next.get(name, 0))
         while True:
             with suppress(FileNotFoundError):  # not there, or just removed for others
                 return path.open("rb")
@@ -253,7 +254,7 @@ class Blocks:
         Args:
             parts: name, how to make it, and about how many bytes it has.
         """
-        self._expected = [*parts]
+        self._expected, self._reached = [*parts], 0
         self._next = {name: place for place, (name, *_) in reversed([*enumerate(self._expected)])}
         if self._reader is None or not self._reader.is_alive():  # it has ended, or this is a fork
             self._wanted = threading.Event()
@@ -266,12 +267,12 @@ class Blocks:
         while self._wanted.wait(IDLE_S) and not _ending.is_set():
             self._wanted.clear()
             room = FREE_TO_FETCH * self.most_bytes
-            for name, make, size in self._expected:
+            for place, (name, make, size) in enumerate(self._expected):
                 room -= size
                 if room < 0 or self._wanted.is_set() or _ending.is_set():
                     break
                 path = self.folder / name
-                if path.is_file():
+                if path.is_file() or place < self._reached:
                     continue
                 with suppress(Exception), locked(path, wait=False):  # who needs it then, will meet the failure
                     if not path.is_file():

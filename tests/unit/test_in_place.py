@@ -4,6 +4,8 @@ import io
 import json
 import os
 import pickle
+import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -415,3 +417,24 @@ def test_each_part_is_fetched_once_in_an_epoch_that_is_shuffled_in_windows(web, 
     assert sorted(group for group, _ in sizes) == [*range(13)]
     kept = sum(path.stat().st_size for path in rows.blocks.folder.glob("*.block"))
     assert kept <= most < sum(size for _, size in sizes)
+
+
+def test_a_part_that_was_read_and_made_room_is_not_fetched_again_by_a_thread_that_lags_behind():
+    blocks, made, goes_on = Blocks(2**30), [], threading.Event()
+
+    def make(name):
+        made.append(name)
+        assert name != "a.block" or goes_on.wait(30)
+        return b"data"
+
+    blocks.expect([(name, partial(make, name), 4) for name in ("a.block", "b.block", "c.block", "d.block")])
+    until = time.monotonic() + 30
+    while not made and time.monotonic() < until:
+        time.sleep(0.01)
+    for name in ("b.block", "c.block"):
+        blocks.get(name, partial(make, name)).close()
+    (blocks.folder / "b.block").unlink()
+    goes_on.set()
+    while "d.block" not in made and time.monotonic() < until:
+        time.sleep(0.01)
+    assert made == ["a.block", "b.block", "c.block", "d.block"]
