@@ -311,9 +311,13 @@ class Sharding:
                 values.update(on_disk(arriving["whole"], folder))
 
         self.group.on_main(write)
-        self.await_sent()
-        del self._host["whole"]
+        self.forget("whole")
         return materialize(meta_model, values.items())
+
+    def forget(self, group: str) -> None:
+        """Free the copies of a group of ``streamed``, once they are sent. Local."""
+        self.await_sent()
+        del self._host[group]
 
     def await_sent(self) -> None:
         """Wait until the main process has taken all pieces. Local."""
