@@ -157,8 +157,7 @@ def test_progress_is_said_where_there_is_no_bar(monkeypatch, capsys):
 
 
 def test_bar_moves_by_what_is_done(monkeypatch, capsys):
-    monkeypatch.setattr(datasets, "are_progress_bars_disabled", lambda: False)
-    bars = []
+    bars, are_hidden = [], datasets.are_progress_bars_disabled()  # as a test before this one may have left it
 
     class Bar(datasets.utils.tqdm):
         def __init__(self, **options):
@@ -166,9 +165,14 @@ def test_bar_moves_by_what_is_done(monkeypatch, capsys):
             bars.append(self)
 
     monkeypatch.setattr(datasets.utils, "tqdm", Bar)
-    say = cache.saying("Tokenizing train", 2500)
-    say(1000)
-    say(2500)
+    datasets.enable_progress_bars()
+    try:
+        say = cache.saying("Tokenizing train", 2500)
+        say(1000)
+        say(2500)
+    finally:
+        if are_hidden:
+            datasets.disable_progress_bars()
     assert bars[0].n == 2500 and "Tokenizing train: 100%" in capsys.readouterr().err
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from hftune import Callback, ConfigError, Interrupted, Recipe, TrackerBackend, TrainingError, train
 from hftune.callbacks import EVENTS, Callbacks, EvaluationDone, Wishes, make_callbacks
+from hftune.models.tensor_file import write_tensors
 from tests.support.events import step_taken
 from tests.support.runs import Run
 
@@ -186,17 +187,17 @@ def test_one_that_must_not_fail_ends_the_run_also_when_it_hears_of_a_checkpoint(
 
 
 def test_result_is_written_last_and_a_last_checkpoint_that_fails_costs_nothing_else(tmp_path, monkeypatch):
-    def full(tensors, path):
+    def full(path, tensors):
         if "step_00000005" in str(path):
             raise OSError(28, "No space left on device")
-        save_file(tensors, path)
+        write_tensors(path, tensors)
 
     class Looks(Diary):
         def on_end(self, end):
             self.was_there = (tmp_path / "result.json").exists()
             self.heard.append(("on_end", end))
 
-    monkeypatch.setattr("hftune.checkpoints.checkpointer.save_file", full)
+    monkeypatch.setattr("hftune.checkpoints.checkpointer.write_tensors", full)
     diary = Looks()
     with pytest.raises(TrainingError, match=r"Everything is saved except the last checkpoint: .* No space left on device"):
         train(recipe(tmp_path), callbacks=[diary])
