@@ -169,6 +169,12 @@ def prepare(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
         ConfigError: what is built does not fit these devices, or this number of processes.
     """
     model = parts.model
+    unread = sorted(vars(model).get("unread", ()))
+    if strategy.any_process(unread != strategy.broadcast(unread)):
+        raise ConfigError(
+            "task.model: some processes can leave its weights in the files until they are shared out, and others cannot. Its "
+            "folder must hold the same safetensors files on all machines."
+        )
     is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     if recipe.adapter.base_dtype == "auto" and is_bf16 and strategy.precision != "bf16":
         raise ConfigError("adapter.base_dtype=auto: not all GPUs of this job compute bf16. Set it to float32.")

@@ -7,6 +7,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import cache
 from hashlib import sha256
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
@@ -17,9 +18,9 @@ from hftune.config.shipped_files import PACKAGE
 def hashes_of(modules: Iterable[str]) -> dict[str, str]:
     """Return the SHA-256 of the files of modules and of all that they import, by file name.
 
-    Without hftune, Python and installed packages, which have versions: those beside whose folders pip left its notes, wherever
-    they are. Imports are read from the source: those inside functions count, and what a process happens to have loaded does
-    not. Modules that cannot be found are left to who imports them.
+    Without hftune, Python and installed packages, which have versions: those that pip has listed, wherever they are. Imports
+    are read from the source: those inside functions count, and what a process happens to have loaded does not. Modules that
+    cannot be found are left to who imports them.
     """
     files, waiting = dict[str, Path](), [*modules]
     while waiting:
@@ -51,7 +52,14 @@ def _has_metadata(module: str, path: Path) -> bool:
     """Whether pip installed a module: into a folder of Python's, or by ``--target`` into any."""
     levels = module.count(".") + (path.stem == "__init__")
     folder = path.parents[min(levels, len(path.parents) - 1)]
-    return folder.name in ("site-packages", "dist-packages") or any(folder.glob("*.dist-info"))
+    return folder.name in ("site-packages", "dist-packages") or path.relative_to(folder).parts[0] in _installed(folder)
+
+
+@cache
+def _installed(folder: Path) -> set[str]:
+    """Return the names in a folder that pip put there, as its lists of files say."""
+    lists = [path.read_text(encoding="utf-8", errors="ignore") for path in folder.glob("*.dist-info/RECORD")]
+    return {line.partition(",")[0].partition("/")[0] for text in lists for line in text.splitlines()}
 
 
 def _imported(module: str, path: Path) -> Iterator[str]:

@@ -83,7 +83,7 @@ def _check_fsdp(recipe: Recipe) -> None:
             "FSDP on the CPUs of a machine with GPUs works only if the GPUs are hidden: set CUDA_VISIBLE_DEVICES=''."
         )
     replicas, world_size = recipe.parallel.replicas, ProcessInfo.from_environment().world_size
-    if world_size % replicas:
+    if world_size > 1 and world_size % replicas:  # the last process of an elastic job trains alone
         raise ConfigError(
             f"parallel.replicas={replicas} does not divide the number of processes, {world_size}. Set it to the number of "
             "machines, or to 1."

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from tempfile import NamedTemporaryFile
-from typing import Any
+from tempfile import TemporaryFile
+from typing import Any, BinaryIO
 
 import torch
 from safetensors.torch import save
@@ -41,9 +41,9 @@ def taken(groups: Mapping[str, Mapping[str, Tensor | Pieces]]) -> Iterator[None]
     try:
         yield
     finally:
-        with suppress(RuntimeError):  # who sends them has ended
-            for value in (value for group in groups.values() for value in group.values()):
-                if isinstance(value, Pieces):
+        for value in (value for group in groups.values() for value in group.values()):
+            if isinstance(value, Pieces):
+                with suppress(RuntimeError):  # who sends them has ended
                     deque(value.pieces, maxlen=0)
 
 
@@ -56,6 +56,11 @@ def in_file_order(dtypes: Mapping[str, torch.dtype]) -> dict[str, dict[str, Any]
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor | Pieces]) -> None:
     """Write a file of safetensors, byte for byte the one that ``safetensors.torch.save_file`` writes of whole tensors."""
+    with path.open("wb") as file:
+        _write(file, tensors)
+
+
+def _write(file: BinaryIO, tensors: Mapping[str, Tensor | Pieces]) -> None:
     header, end = in_file_order({name: value.dtype for name, value in tensors.items()}), 0
     for name, about in header.items():
         value, start = tensors[name], end
@@ -63,14 +68,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor | Pieces]) -> None:
         about |= {"shape": [*value.shape], "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % LENGTH.size)
-    with path.open("wb") as file:
-        file.write(LENGTH.pack(len(text)) + text)
-        for name in header:
-            value = tensors[name]
-            for piece in (value,) if isinstance(value, Tensor) else value.pieces:
-                file.write(piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        if file.tell() != LENGTH.size + len(text) + end:
-            raise ValueError(f"{path.name}: the pieces of a tensor are not as long as it is")
+    file.write(LENGTH.pack(len(text)) + text)
+    for name in header:
+        value = tensors[name]
+        for piece in (value,) if isinstance(value, Tensor) else value.pieces:
+            file.write(piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    if file.tell() != LENGTH.size + len(text) + end:
+        raise ValueError("the pieces of a tensor are not as long as it is")
 
 
 def on_disk(tensors: Mapping[str, Tensor | Pieces], folder: Path) -> dict[str, Tensor]:
@@ -78,8 +82,9 @@ def on_disk(tensors: Mapping[str, Tensor | Pieces], folder: Path) -> dict[str, T
 
     The file is gone with the last of them. Changing them changes it.
     """
-    with NamedTemporaryFile(dir=folder, suffix=".tensors") as scratch:
-        write_tensors(Path(scratch.name), tensors)
+    with TemporaryFile(dir=folder) as scratch:  # of no name from the beginning: a kill leaves nothing
+        _write(scratch, tensors)
+        scratch.flush()
         data = mmap.mmap(scratch.fileno(), 0)
     (length,) = LENGTH.unpack_from(data)
     first, found = LENGTH.size + length, dict[str, Tensor]()

@@ -151,16 +151,16 @@ def set_aside(model: nn.Module) -> dict[str, Unread]:
             if isinstance(value, nn.Parameter):
                 empty = nn.Parameter(empty, value.requires_grad)
             setattr(module, key, plain.setdefault(id(value), empty))
-            found[f"{prefix}.{key}" if prefix else key] = value
+            found[prefix + key] = value
     return found
 
 
 def places(model: nn.Module) -> list[tuple[str, nn.Module, str, Tensor]]:
-    """Return where each parameter and buffer is, tied ones repeatedly: the module's name, the module, the name there."""
+    """Return where each parameter and buffer is, tied ones repeatedly: prefix of its name, the module, its name there."""
     here: dict[str, Any] = {"recurse": False, "remove_duplicate": False}
     return [
-        (prefix, module, key, value)
-        for prefix, module in model.named_modules()
+        (f"{name}." if name else "", module, key, value)
+        for name, module in model.named_modules()
         for key, value in chain(module.named_parameters(**here), module.named_buffers(**here))
     ]
 
@@ -186,7 +186,7 @@ def as_if_read(model: nn.Module) -> Iterator[None]:
     finally:
         empty: dict[int, nn.Parameter] = {}
         for prefix, module, key, value in places(model):
-            if isinstance(value, nn.Parameter) and plain_name(f"{prefix}.{key}") in unread:
+            if isinstance(value, nn.Parameter) and plain_name(prefix + key) in unread:
                 back = nn.Parameter(torch.empty_like(value, device="meta"), value.requires_grad)
                 setattr(module, key, empty.setdefault(id(value), back))
 

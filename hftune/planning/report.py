@@ -181,7 +181,8 @@ def memory(plan: Plan) -> Iterator[str]:
     where = "each process" if plan.fsdp or plan.pipeline else "the main process"
     yield f"plus {data_size(found.host_copy_bytes)} of host memory on {where}, from which checkpoints are written"
     if found.load_bytes is not None and found.export_bytes is not None:
-        yield f"host memory of a process: {data_size(found.load_bytes)} to load, {data_size(found.export_bytes)} to export"
+        load, export = data_size(found.load_bytes), data_size(found.export_bytes)
+        yield f"host memory of a process: {load} to load it from files, {export} to export"
 
 
 def disk(found: Disk) -> Iterator[str]:

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs, send_to_device
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -192,6 +192,7 @@ class ShardedWeights(Sharding):
         """``train.fsdp_gather``."""
         self.replicas = replicas
         """``parallel.replicas``: the processes of a replica are neighbours."""
+        self._mesh: DeviceMesh | None = None
         self._parts: dict[str, Tensor] = {}
         """What this process has read, until ``prepare`` is done with it."""
 
@@ -255,8 +256,10 @@ class ShardedWeights(Sharding):
         blocks = [module for module in [*model.modules()][:0:-1] if is_block(module)]  # inner ones first
         options = {"reshard_after_forward": plugin.reshard_after_forward, "mp_policy": plugin.mixed_precision_policy}
         if self.replicas > 1:
-            grid = (self.replicas, self.group.num_processes // self.replicas)
-            options["mesh"] = init_device_mesh(self.group.device.type, grid, mesh_dim_names=("replica", "shard"))
+            if self._mesh is None:
+                grid = (self.replicas, self.group.num_processes // self.replicas)
+                self._mesh = init_device_mesh(self.group.device.type, grid, mesh_dim_names=("replica", "shard"))
+            options["mesh"] = self._mesh
         shard_in_units(model, blocks, self.gather_precision == "bf16", **options)
         named = chain(model.named_parameters(), model.named_buffers())
         names_of = {id(value): name for name, value in named if value.is_meta}

@@ -136,7 +136,7 @@ def test_a_plan_foretells_what_each_process_holds(runs):
     assert found.weights_bytes == held["weights"] + 2 * 512 * 8  # BERT's buffers of positions, which are whole everywhere
     assert found.host_copy_bytes > 3 * held["weights"] and found.load_bytes < 2 * held["weights"]
     text = plan_text(plan)
-    assert "on 2 processes under FSDP" in text and "whole blocks, gathered" in text and "to load" in text
+    assert "on 2 processes under FSDP" in text and "whole blocks, gathered" in text and "to load it from files" in text
 
 
 def test_checkpointed_blocks_and_rounded_gathers_keep_no_second_weights():

@@ -71,17 +71,14 @@ def test_the_file_of_ones_own_task_counts_as_code():
 
 
 def test_packages_that_pip_put_into_a_folder_of_the_user_s_do_not_count_as_code(tmp_path, monkeypatch):
-    for folder, source in (
-        ("mine", "import installed_aside.deep\n"),
-        ("target/installed_aside", ""),
-        ("target/aside-1.dist-info", ""),
-    ):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "__init__.py").write_text(source)
-    (tmp_path / "target" / "installed_aside" / "deep.py").touch()
+    sources = {"mine/__init__.py": "import installed_aside.deep\nimport beside_it\n", "target/beside_it.py": ""}
+    sources |= {"target/installed_aside/__init__.py": "", "target/installed_aside/deep.py": ""}
+    for name, source in {**sources, "target/aside-1.dist-info/RECORD": "installed_aside/__init__.py,sha256=x,0\n"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "target")
-    assert hashes_of(["mine"]).keys() == {"mine/__init__.py"}
+    assert hashes_of(["mine"]).keys() == {"mine/__init__.py", "beside_it.py"}
 
 
 def test_the_files_of_ones_own_optimizer_and_schedule_count_as_code():

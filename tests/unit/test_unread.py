@@ -131,3 +131,11 @@ def test_parts_of_models_that_a_task_puts_together_are_not_known_by_their_names(
     getattr(transformers, kind)(config).save_pretrained(tmp_path)
     model, _ = loaded(tmp_path, auto, unread=True)
     assert not unread.match_unread(torch.nn.ModuleList([model]))
+
+
+def test_a_weight_of_the_model_itself_is_read_beside_adapters(tmp_path):
+    config = transformers.XLNetConfig(vocab_size=50, d_model=16, n_layer=1, n_head=2, d_inner=16)
+    transformers.XLNetModel(config).save_pretrained(tmp_path)
+    model, _ = unread.load_unread(transformers.XLNetModel, tmp_path, config, torch.float32)
+    add_adapter(model, AdapterConfig(type="lora", rank=2, targets=["ff.layer_1"]))
+    assert unread.match_unread(model) and model.mask_emb.is_meta and "mask_emb" in model.unread
