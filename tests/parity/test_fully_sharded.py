@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import hftune.models.bigbird  # noqa: F401 - registers the classes
 from hftune import ConfigError, Recipe, train
+from hftune.distributed.preflight import check_launcher
 from hftune.planning.plan import make_plan
 from hftune.planning.report import plan_text
 from hftune.replay.audit import audit
@@ -265,9 +266,17 @@ REFUSED = {
         *(f"{BF16_GATHER} needs FSDP", "set train.fsdp_gather=float32."),
     ),
     "replicas without FSDP": ({}, ("parallel.replicas=2",), "parallel.replicas=2 needs FSDP", "set parallel.replicas=1"),
-    "replicas of a part": (FSDP, ("parallel.replicas=2",), "parallel.replicas=2 does not divide", "processes, 1. Set it to"),
     "no launcher": (FSDP, (), "asks for FSDP, but Accelerate chose NO", "accelerate_configs/fsdp.yaml."),
 }
+
+
+def test_groups_of_unequal_size_are_refused(monkeypatch):
+    for variable, value in {"ACCELERATE_USE_CPU": "true", **FSDP, "WORLD_SIZE": "3", "RANK": "0"}.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=r"^parallel.replicas=2 does not divide the number of processes, 3. Set it to"):
+        check_launcher(Recipe.load(SUPPORT / "trapped.yaml", "parallel.replicas=2"))
+    monkeypatch.setenv("WORLD_SIZE", "1")  # the last process of an elastic job
+    check_launcher(Recipe.load(SUPPORT / "trapped.yaml", "parallel.replicas=2"))
 
 
 @pytest.mark.parametrize("name", REFUSED)
