@@ -18,6 +18,7 @@ from hftune.build import Parts, check_micro_batches, first_epoch
 from hftune.config import Recipe, TrainConfig
 from hftune.distributed.devices import precision_notices
 from hftune.errors import ConfigError
+from hftune.models.adapters import base_digest, has_adapter
 from hftune.models.kinds import compute_padding, is_of_transformers
 from hftune.optim import build_optimizer
 from hftune.strategies.base import Strategy
@@ -175,6 +176,9 @@ def prepare(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
             "task.model: some processes can leave its weights in the files until they are shared out, and others cannot. Its "
             "folder must hold the same safetensors files on all machines."
         )
+    base = None
+    if strategy.is_main and not unread and has_adapter(model):
+        base = base_digest(model)  # before a first forward pass, by which a CPU may lay out weights of 4 bits in another shape
     is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     if recipe.adapter.base_dtype == "auto" and is_bf16 and strategy.precision != "bf16":
         raise ConfigError("adapter.base_dtype=auto: not all GPUs of this job compute bf16. Set it to float32.")
@@ -193,7 +197,7 @@ def prepare(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     parts.notices += settle_head(recipe, strategy, model, train, rows, others)
     strategy.progress.stage("preparing model and optimizer")
     strategy.prepare(model, build_optimizer(model, recipe))
-    parts.base = strategy.broadcast(strategy.sharding.base_digest())
+    parts.base = strategy.broadcast(strategy.sharding.base_digest() if unread else base)
     if parts.base is not None:
         strategy.model.known_base_digest = parts.base  # exports name it
     strategy.sharding.begin_training(keeps_average=recipe.train.ema_decay is not None)

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from hftune import ConfigError, DataError, Recipe, cli, train
 from hftune.checkpoints.checkpointer import newest, open_checkpoint
 from hftune.checkpoints.resume import note_begun
+from hftune.models.tensor_file import write_tensors
 from hftune.optim import lr_at
 from hftune.replay.audit import audit
 from hftune.replay.ledger import read_ledger
@@ -571,13 +572,13 @@ def test_signal_in_an_evaluation_leaves_it_to_the_next_run(tmp_path, unbroken):
 def test_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(tmp_path, capsys, monkeypatch):
     from hftune.checkpoints import checkpointer as checkpoint
 
-    def full(tensors, path):
+    def full(path, tensors):
         if "step_00000006" in str(path):
             path.write_bytes(b"half")
             raise OSError(28, "No space left on device")
-        save_file(tensors, path)
+        write_tensors(path, tensors)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
     run = Run(train(recipe(tmp_path)).output_dir)
     said = [line for line in capsys.readouterr().out.splitlines() if "could not be written" in line]
     assert said == [
