@@ -65,7 +65,7 @@ def main() -> None:
                 own, seconds = MODES[mode] * size / processes, max(one["seconds"] for one in found)
                 peaks = [one["peak"] for one in found]
                 cells = (peaks[0], max(peaks[1:]), own, max(peaks) - own)
-                rows.append([f"{processes} processes", *(f"{cell:,.0f}" for cell in cells), f"{seconds:.1f}"])
+                rows.append([f"{processes} processes", *(f"{cell:,.0f}" for cell in cells), f"{seconds:.3g}"])
                 what = f"its share of {size / 1024:.1f} GiB{'' if MODES[mode] == 1 else ' and the copy of it'}"
                 figures[f"anonymous memory of a process on {processes} at {mode}, beyond {what}"] = (
                     f"{max(peaks) - own:,.0f} MiB"
