@@ -17,7 +17,7 @@ from hftune.replay.samples import SampleRecord, batch_loss, look_inside
 from hftune.replay.spikes import EARLIER, Verdict, judge_spike, losses_of, suspect_of, usual_loss
 from hftune.strategies.base import StepBatch, StepReport
 from hftune.task import Task, ask
-from hftune.tracking.console import columns_of, one_line, short
+from hftune.tracking.console import aligned, fitted, one_line, short
 from hftune.tracking.jsonl import strict_json
 from hftune.tracking.predictions import write_image
 
@@ -128,14 +128,9 @@ class Inspection:
             "picture": [row.get("picture", "").rpartition("/")[2] for row in rows],
             "text": [one_line(row.get("text", ""), PIPED_WIDTH) for row in rows],
         }
-        columns = [padded([head, *values], right=True) for head, values in numbers.items() if values]
-        columns += [padded([head, *values]) for head, values in words.items() if any(values)]
-        lines = [f"  {'  '.join(cells)}".rstrip() for cells in zip(*columns, strict=True)]
-        ends = [columns_of(line) for line in lines]
-        return [
-            line if end[-1] <= width else f"{line[: sum(place < width for place in end)].rstrip()}\N{HORIZONTAL ELLIPSIS}"
-            for line, end in zip(lines, ends, strict=True)
-        ]
+        columns = [[head, *values] for head, values in (numbers | words).items() if any(values)]
+        lines = aligned([*zip(*columns, strict=True)], right=sum(map(any, numbers.values())))
+        return [fitted(line, width) for line in lines]
 
     def _share_of_few(self) -> list[str]:
         """Say whether few samples make the loss of the step with the worst one."""
@@ -239,10 +234,3 @@ def name_of(task: Task, value: Any) -> Any:
 
 def percent(share: float) -> str:
     return "?" if math.isnan(share) else f"{100 * share:.{0 if abs(share) >= 0.1 else 1}f} %"
-
-
-def padded(texts: Sequence[str], right: bool = False) -> list[str]:
-    """Fill up texts with spaces to the columns that the widest one takes on a terminal."""
-    widths = [columns_of(text)[-1] if text else 0 for text in texts]
-    spaces = [" " * (max(widths) - width) for width in widths]
-    return [space + text if right else text + space for text, space in zip(texts, spaces, strict=True)]

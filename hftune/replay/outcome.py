@@ -191,7 +191,7 @@ def report(outcome: Outcome) -> None:
                 found = difference(step, line)
                 differs = "bit-equal" if found.is_bit_equal else f"{found.loss:.1e}"
                 rows.append((f"{number:,}", f"{step.loss:.6g}", loss, differs, f"{step.grad_norm:.6g}", norm, short(step.lr)))
-        print(*aligned(rows, right=True), sep="\n")
+        print(*aligned(rows, right=len(rows[0])), sep="\n")
     if inspection is not None:
         print(*inspection.lines(printed_width()), sep="\n")
         if suspects := inspection.to_leave_out:

@@ -8,16 +8,14 @@ import sys
 import textwrap
 import threading
 import time
-import unicodedata
 import warnings
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console as Terminal
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -338,18 +336,14 @@ def data_size(num_bytes: float) -> str:
     return f"{num_bytes:,.3g} TiB"
 
 
-def columns_of(text: str) -> list[int]:
-    """Return the column of a terminal in which each character ends; Chinese characters take two."""
-    return list(accumulate(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text))
+def fitted(line: str, width: int) -> str:
+    """Cut a line to ``width`` columns of a terminal, of which Chinese characters take two each."""
+    return line if cell_len(line) <= width else f"{set_cell_size(line, width - 1).rstrip()}\N{HORIZONTAL ELLIPSIS}"
 
 
 def one_line(text: str, width: int = SAMPLE_WIDTH) -> str:
-    """Fit a text into ``width`` columns of a terminal."""
-    text = " ".join(text.split())
-    ends = columns_of(text)
-    if not ends or ends[-1] <= width:
-        return text
-    return text[: bisect_right(ends, width - 1)] + "\N{HORIZONTAL ELLIPSIS}"
+    """Fit a text into one line of ``width`` columns."""
+    return fitted(" ".join(text.split()), width)
 
 
 def join(cells: Iterable[str]) -> str:
@@ -382,11 +376,14 @@ def table(rows: Mapping[str, Any], total_width: int | None = None) -> str:
     return "\n".join(f"  {name:<{width}}  {wrapped(value)}" for name, value in rows.items())
 
 
-def aligned(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
-    """Return a line for each row, with its cells in columns two spaces apart."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    pad = str.rjust if right else str.ljust
-    return ["  " + "  ".join(map(pad, row, widths)).rstrip() for row in rows]
+def aligned(rows: Sequence[Sequence[str]], right: int = 0) -> list[str]:
+    """Return a line for each row, with its cells in columns two spaces apart, the first ``right`` of them set to the right."""
+    columns = []
+    for index, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(cell_len, column))
+        spaces = (" " * (width - cell_len(text)) for text in column)
+        columns.append([space + text if index < right else text + space for text, space in zip(column, spaces, strict=True)])
+    return ["  " + "  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
 
 
 def printed_width() -> int | None:
