@@ -38,7 +38,7 @@ from hftune.distributed.session import Session
 from hftune.errors import ConfigError, DataError, TrainingError
 from hftune.inference import load_export
 from hftune.tracking.console import Bar, duration, is_terminal, note, short
-from hftune.tracking.jsonl import strict_json
+from hftune.tracking.jsonl import read_object, strict_json
 
 PART = 2000
 """Rows that are predicted, and written, together."""
@@ -168,10 +168,7 @@ class Parts:
             "options": {**job.options, "columns": job.columns, "empty": int(job.empty.sum()), "precision": job.mixed_precision},
             "version of hftune": __version__,
         }
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # there is none, or it is damaged
-            before = {}
+        before = read_object(path)
         if self.folder.is_dir() and before != about:
             changed = [name for name in about if before.get(name) != about[name]]
             print(note(f"{self.folder} belongs to a different {' and '.join(changed)}: starting over."), flush=True)

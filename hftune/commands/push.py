@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -27,6 +26,7 @@ from hftune.reporting.card import CARD, METRICS, RECIPE, RESULT, card, for_repos
 from hftune.secrecy import without_secrets
 from hftune.tracking.console import data_size, short
 from hftune.tracking.facts import NAME as RUN
+from hftune.tracking.jsonl import read_object
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,8 +98,8 @@ def check_loadable(folder: Path, model: Path, merged: Path | None) -> None:
         merged: the folder that hftune merge wrote, if it is to be pushed: it must be there, and of the best adapters.
     """
     if merged is None:
-        base = json.loads(path.read_text(encoding="utf-8")) if (path := model / "base.json").is_file() else {"commit": ""}
-        if base["commit"] is None:
+        base = read_object(model / "base.json")
+        if base and base["commit"] is None:
             raise ConfigError(
                 f"{model} holds adapters of a model on this machine, {base['name'] or model / 'base'}, without which nobody "
                 f"can load them. Push the two as one: hftune merge {folder}, then hftune push --merged."

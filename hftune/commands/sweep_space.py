@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hftune.errors import ConfigError
+from hftune.tracking.jsonl import read_object
 
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 RANGE = re.compile(rf"({NUMBER})\.\.({NUMBER})")
@@ -160,9 +160,7 @@ class Trial:
 
     def read_result(self, folder: Path) -> bool:
         """Take over the result of a finished run, and return whether there is one."""
-        try:
-            result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        if not (result := read_object(folder / "result.json")):
             return False
         best = result.get("best") or {}
         if not isinstance(best.get("value"), (int, float)):

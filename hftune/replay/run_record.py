@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 
 from hftune.secrecy import without_secrets
-from hftune.tracking.jsonl import lines_of
+from hftune.tracking.jsonl import lines_of, read_object
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The same loader in C, if PyYAML has it: seven times as fast."""
@@ -231,21 +231,22 @@ class RunRecord:
 
 def read_run(folder: Path, name: str | None = None, result: Mapping[str, Any] | None = None) -> RunRecord:
     """Read what a page shows of a run; ``result``: of result.json, before it is written."""
-    recipe_text = without_secrets(_read_text(folder / "recipe.yaml"))
+    path = folder / "recipe.yaml"
+    recipe_text = without_secrets(path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "")
     try:
         recipe = flat(yaml.load(recipe_text, LOADER))
     except yaml.YAMLError:
         recipe = {}
-    found = _read_object(folder / "result.json") if result is None else dict(result)
+    found = read_object(folder / "result.json") if result is None else dict(result)
     return RunRecord(
         folder=folder,
         name=name or folder.resolve().name,
         recipe_text=recipe_text,
         recipe=recipe,
-        facts=_read_object(folder / "run.json"),
+        facts=read_object(folder / "run.json"),
         result=found,
         log=read_log(folder / "metrics.jsonl"),
-        best=mapping(found.get("best")) or _read_object(folder / "model" / "hftune.json"),
+        best=mapping(found.get("best")) or read_object(folder / "model" / "hftune.json"),
         predictions=read_predictions(folder / "predictions.jsonl"),
         images=find_images(folder / "samples"),
     )
@@ -318,14 +319,3 @@ def plain(value: Any) -> str:
 def cut(text: str, length: int = MAX_TEXT_LENGTH) -> str:
     """Return a text, its end left out if it is too long."""
     return text if len(text) <= length else f"{text[: length - 1]}\N{HORIZONTAL ELLIPSIS}"
-
-
-def _read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        return mapping(json.loads(_read_text(path) or "{}"))
-    except ValueError:
-        return {}

@@ -20,7 +20,7 @@ from hftune.data.sources import is_database
 from hftune.task import Task
 from hftune.tracking.console import duration, is_number, short
 from hftune.tracking.facts import NAME as RUN
-from hftune.tracking.jsonl import read_lines
+from hftune.tracking.jsonl import read_lines, read_object
 
 CARD = "README.md"
 """The card's file in the folder of a model, and in its repository on the Hub, which shows it as the start page."""
@@ -84,10 +84,10 @@ def read_facts(folder: Path, recipe: Recipe, result: Mapping[str, Any] | None = 
         model: folder of the model. None: the run's best one.
     """
     model = model or folder / "model"
-    run = read_json(folder / RUN)
+    run = read_object(folder / RUN)
     best = {name: value for name, value in read_about(folder / "model").items() if name in ("step", "metric", "value")}
     known = {"best": best, "commits": run.get("commits", {}), "versions": run.get("versions", {})}
-    found = {**known, **(result or read_json(folder / RESULT))}
+    found = {**known, **(result or read_object(folder / RESULT))}
     best, lines = found["best"], read_lines(folder / METRICS)
     evaluation = chosen = {best["metric"]: best["value"]} if "metric" in best else {}
     for line in lines:
@@ -102,14 +102,9 @@ def read_facts(folder: Path, recipe: Recipe, result: Mapping[str, Any] | None = 
         numbers(found.get("test", {})),
         num_evaluations=sum("eval/loss" in line for line in lines),
         epochs=lines[-1].get("epoch") if lines else None,
-        model_config=read_json(model / "config.json") or read_json(model / "model_config" / "config.json"),
-        base=read_json(model / "base.json"),
+        model_config=read_object(model / "config.json") or read_object(model / "model_config" / "config.json"),
+        base=read_object(model / "base.json"),
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file; empty if there is none."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.atomic import explain_write_errors, write_text
 from hftune.secrecy import without_secrets
-from hftune.tracking.jsonl import strict_json
+from hftune.tracking.jsonl import read_object, strict_json
 
 if TYPE_CHECKING:
     import torch
@@ -41,13 +39,12 @@ def differing(folders: Iterable[Path], *names: str) -> tuple[str, Path, Path] | 
     """
     first: dict[str, tuple[Path, Any]] = {}
     for folder in folders:
-        with suppress(OSError, ValueError):
-            facts = json.loads((folder / NAME).read_text(encoding="utf-8"))
-            for name in names:
-                if (value := facts.get(name)) is not None:
-                    other, known = first.setdefault(name, (folder, value))
-                    if value != known:
-                        return name, other, folder
+        facts = read_object(folder / NAME)
+        for name in names:
+            if (value := facts.get(name)) is not None:
+                other, known = first.setdefault(name, (folder, value))
+                if value != known:
+                    return name, other, folder
     return None
 
 

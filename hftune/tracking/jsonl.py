@@ -44,6 +44,15 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], tick: Callable[[],
         write_lines(path, lines())
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a file; empty if there is none, as a kill can leave only a part of it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return what ``lines_of`` yields."""
     return [*lines_of(path)]
