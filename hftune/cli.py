@@ -15,7 +15,6 @@ from typing import Any
 
 from hftune import __version__
 from hftune.commands import completion
-from hftune.commands.arguments import find_modules_here
 from hftune.config.shipped_files import recipe_names
 from hftune.distributed.signals import follow_launcher
 from hftune.errors import ConfigError, did_you_mean
@@ -93,8 +92,8 @@ def main(argv: list[str] | None = None) -> int:
             options = parse(argv)
             if is_long := options.command in LONG or (options.command == "predict" and options.data is not None):
                 outlive_readers()
-            if getattr(options, "trust_code", hasattr(options, "words")):
-                find_modules_here()
+            if getattr(options, "trust_code", hasattr(options, "words")) and "" not in sys.path:
+                sys.path.append("")  # the user's own modules: last, so that none of them hides an installed one
             return options.run(options)
         finally:  # --help exits from parse
             sys.stdout.flush()

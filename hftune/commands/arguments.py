@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hftune.config.addresses import is_address
@@ -61,23 +63,22 @@ def check_single(command: str) -> None:
         raise ConfigError(f"{command} computes in one process, and {count} were started. Call it without a launcher.")
 
 
+@contextmanager
+def writing(what: object, advice: str = "") -> Iterator[None]:
+    """Raise ConfigError if the block cannot write; ``what``: as messages name it, such as "--output x.json"."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be written: {error.strerror or error}.{advice}") from error
+
+
 def check_output(path: Path) -> None:
     """Raise ConfigError if the file of ``--output`` cannot be written, before hours are spent on its contents."""
     is_new = not path.exists()
-    try:
+    with writing(f"--output {path}"):
         path.open("a").close()
         if is_new:
             path.unlink()
-    except OSError as error:
-        raise ConfigError(f"--output {path} cannot be written: {error.strerror}.") from error
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write the file of ``--output``, or raise ConfigError."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {path} cannot be written: {error.strerror}.") from error
 
 
 def read_text(path: str, option: str = "--text-file") -> str:
@@ -93,9 +94,3 @@ def read_text(path: str, option: str = "--text-file") -> str:
         raise ConfigError(f"{option} {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{option} {path} is not UTF-8: {error}. Convert it.") from error
-
-
-def find_modules_here() -> None:
-    """Let the user's own modules be imported from the current folder: last, so that none of them hides an installed one."""
-    if "" not in sys.path:
-        sys.path.append("")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from hftune.commands.arguments import add_trust_code, check_at_least_1, check_single
@@ -32,13 +33,9 @@ def run(options: argparse.Namespace) -> int:
     check_single("hftune bisect")
     from hftune.replay.key_search import search_for
 
-    result = search_for(options, (lambda line: None) if options.json else print_now).run()
+    result = search_for(options, (lambda line: None) if options.json else partial(print, flush=True)).run()
     if options.json:
         from hftune.tracking.jsonl import strict_json
 
-        print_now(strict_json(result, indent=2, ensure_ascii=False, default=str))
+        print(strict_json(result, indent=2, ensure_ascii=False, default=str), flush=True)
     return 0 if result["found"] else 1
-
-
-def print_now(line: str) -> None:
-    print(line, flush=True)

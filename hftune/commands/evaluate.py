@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hftune.checkpoints.run_folder import check_checkpoint, check_model, here
-from hftune.commands.arguments import add_trust_code, check_output, run_path, write_text
+from hftune.commands.arguments import add_trust_code, check_output, run_path, writing
 from hftune.config.addresses import is_address
 from hftune.data.sources import held_out_key, names_eval_data
 from hftune.distributed.process_info import ProcessInfo
@@ -98,7 +98,8 @@ def report(score: Score, output: Path | None) -> None:
 
     if output is not None:
         values = {name: getattr(score, name) for name in ("metrics", "model", "num_samples", "world_size")}
-        write_text(output, strict_json(values, indent=2) + "\n")
+        with writing(f"--output {output}"):
+            output.write_text(strict_json(values, indent=2) + "\n", encoding="utf-8")
     for sentence in score.notices:
         print(note(sentence))
     rows = {name: short(value) for name, value in score.metrics.items() if is_number(value)}

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hftune.commands.arguments import add_trust_code, argv_of_one, check_at_least_1, read_text
+from hftune.commands.arguments import add_trust_code, argv_of_one, check_at_least_1, read_text, writing
 from hftune.data.table import SOURCES, WRITTEN
 from hftune.errors import ConfigError
 
@@ -227,10 +227,8 @@ def output_paths(inputs: Sequence[Any], output: Path | None) -> list[Path | None
         )
     if repeated := [stem for stem, count in Counter(stems).items() if count > 1]:
         raise ConfigError(f"--output {output}: two inputs have the name {repeated[0]}. Predict their folders one by one.")
-    try:
+    with writing(f"--output {output}"):
         output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {output} cannot be written: {error.strerror}.") from error
     return [output / f"{stem}.png" for stem in stems]
 
 
@@ -247,9 +245,7 @@ def save_images(prediction: Mapping[str, Any], path: Path | None) -> dict[str, A
         if isinstance(value, Image.Image):
             if path is None:
                 raise ConfigError("The predictions are images. Name a folder for them: --output FOLDER.")
-            try:
+            with writing(f"--output {path}"):
                 value.save(path)
-            except OSError as error:
-                raise ConfigError(f"--output {path} cannot be written: {error.strerror or error}.") from error
             row[name] = str(path)
     return row

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hftune.checkpoints.run_folder import here
-from hftune.commands.arguments import run_path
+from hftune.commands.arguments import run_path, writing
 from hftune.errors import ConfigError
 
 COMPARISON = Path("compare.html")
@@ -51,8 +51,6 @@ def write(output: Path, text: str) -> None:
     """Write the page, or raise ConfigError."""
     from hftune.atomic import write_text
 
-    try:
+    with writing(output, " Name another: --output FILE."):
         output.parent.mkdir(parents=True, exist_ok=True)
         write_text(output, text)
-    except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {error.strerror or error}. Name another: --output FILE.") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hftune.commands.arguments import write_text
+from hftune.commands.arguments import writing
 from hftune.errors import ConfigError
 
 SCHEMA = "hftune.schema.json"
@@ -28,7 +28,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if path.suffix != ".json":
         raise ConfigError(f"--output {path}: the name of the file must end in .json, such as {SCHEMA}.")
-    write_text(path, schema_text() + "\n")
+    with writing(f"--output {path}"):
+        path.write_text(schema_text() + "\n", encoding="utf-8")
     print(f"Wrote {path}. Recipes in the same folder name it on their first line:")
     print(f"# yaml-language-server: $schema=./{path.name}")
     return 0

@@ -20,7 +20,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hftune.commands.arguments import add_recipe, check_at_least_1
+from hftune.commands.arguments import add_recipe, check_at_least_1, writing
 from hftune.commands.sweep_space import Space, Trial, number, parse, spell, trial_name
 from hftune.config.addresses import refuse_address
 from hftune.distributed.signals import hangup
@@ -146,11 +146,9 @@ class Sweep:
                 trial.state, trial.value = "waiting", None
         if self.num_trials is not None:
             self._begin_search()
-        try:
+        with writing(self.folder, " Set output_dir=..."):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.write()
-        except OSError as error:
-            raise ConfigError(f"{self.folder} cannot be written: {error.strerror}. Set output_dir=...") from error
 
     def _begin_search(self) -> None:
         """Let Optuna's tree-structured Parzen estimator learn from the trials so far."""

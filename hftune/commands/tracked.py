@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftune.callbacks import Failure
+from hftune.commands.arguments import writing
 from hftune.config import Recipe
 from hftune.distributed.process_info import ProcessInfo
 from hftune.errors import ConfigError
@@ -55,7 +56,7 @@ def tracked(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[tuple[Tracker,
     Raises:
         ConfigError: the folder cannot be written, or a tracker does not start.
     """
-    try:
+    with writing(f"--track: {recipe.output_dir}"):
         first = recipe.folder
         for number in count(1):
             folder = first.with_name(f"{first.name}-{number}") if number > 1 else first
@@ -65,8 +66,6 @@ def tracked(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[tuple[Tracker,
         track = replace(recipe.track, run_name=f"{recipe.track.run_name} {folder.name}")
         recipe = replace(recipe, track=track, output_dir=str(folder))
         (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--track: {recipe.output_dir} cannot be written: {error.strerror}.") from error
     tracker = Tracker(recipe)
     try:
         tracker.start(0, facts)

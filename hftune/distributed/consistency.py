@@ -80,7 +80,7 @@ def packages() -> Mapping[str, str]:
 def differences(own: Mapping[str, Any], main: Mapping[str, Any]) -> dict[str, str]:
     """Say in what a process differs from the main process: by kind, what it has instead."""
     result = {}
-    for kind in _NAMES:
+    for kind, (words, _) in _KINDS.items():
         mine, theirs = own.get(kind, {}), main.get(kind, {})
         names = [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]
         if names:
@@ -91,25 +91,21 @@ def differences(own: Mapping[str, Any], main: Mapping[str, Any]) -> dict[str, st
                 for name in names[:SHOWN]
             ]
             rest = [f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
-            result[kind] = f"{_NAMES[kind]}: {', '.join([*shown, *rest])}"
+            result[kind] = f"{words}: {', '.join([*shown, *rest])}"
     return result
 
 
-_NAMES = {
-    "code": "different code",
-    "packages": "different versions",
-    "recipe": "a different recipe",
-    "data": "different data",
-    "commits": "different commits",
+_KINDS = {
+    "code": ("different code", "Install the same version of hftune on all machines, and use the same task file."),
+    "packages": ("different versions", "Install the same versions on all machines."),
+    "recipe": ("a different recipe", "Start all processes with the same recipe and the same overrides."),
+    "data": ("different data", "Use the same files on all machines, or the same revision of the data set on the Hub."),
+    "commits": (
+        "different commits",
+        "The repository has just changed on the Hub: pin it with task.model_revision or task.dataset_revision.",
+    ),
 }
-"""What of a process may differ."""
-_REMEDIES = {
-    "code": "Install the same version of hftune on all machines, and use the same task file.",
-    "packages": "Install the same versions on all machines.",
-    "recipe": "Start all processes with the same recipe and the same overrides.",
-    "data": "Use the same files on all machines, or the same revision of the data set on the Hub.",
-    "commits": "The repository has just changed on the Hub: pin it with task.model_revision or task.dataset_revision.",
-}
+"""What of a process may differ, and what to do about it."""
 
 
 def _format(values: Mapping[str, Any], name: str) -> str:
@@ -131,7 +127,7 @@ def disagreement(ranks: Sequence[int], own: Mapping[str, Any], main: Mapping[str
 
 def remedies(kinds: Iterable[str]) -> str:
     """Say what to do about differences of these kinds."""
-    return " ".join(_REMEDIES[kind] for kind in kinds)
+    return " ".join(_KINDS[kind][1] for kind in kinds)
 
 
 def check_same(collectives: Any, own: Mapping[str, Any]) -> None:
