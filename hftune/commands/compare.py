@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 
 from hftune.commands.arguments import run_path
 from hftune.commands.report import run_folders
@@ -26,5 +27,8 @@ def run(options: argparse.Namespace) -> int:
     from hftune.tracking.jsonl import strict_json
 
     comparison = compare([read_run(*pair) for pair in zip(folders, run_names(folders), strict=True)])
-    print(strict_json(comparison.to_dict(), indent=2, ensure_ascii=False) if options.json else describe(comparison))
+    if options.json:
+        print(strict_json(asdict(comparison), indent=2, ensure_ascii=False, default=sorted))  # sets of effects
+    else:
+        print(describe(comparison))
     return 0

@@ -47,8 +47,8 @@ def run(options: argparse.Namespace) -> int:
     from hftune.launchers.slurm import Job, batch_script
 
     fields = {field.name: getattr(options, field.name) for field in dataclasses.fields(Job)}
-    script = batch_script(options.words, Job(**fields))
-    for notice in script.notices:
+    text, notices = batch_script(options.words, Job(**fields))
+    for notice in notices:
         print(f"hftune: {notice}", file=sys.stderr)
-    print(script.text, end="")
+    print(text, end="")
     return 0

@@ -125,16 +125,8 @@ def time_s(text: str) -> int | None:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-@dataclass(frozen=True)
-class BatchScript:
-    """The script for sbatch, and what its user should know."""
-
-    text: str
-    notices: list[str]
-
-
-def batch_script(words: list[str], job: Job) -> BatchScript:
-    """Return the script for ``recipe=... key=value ...``, after checking these as the run itself does.
+def batch_script(words: list[str], job: Job) -> tuple[str, list[str]]:
+    """Return the script for ``recipe=... key=value ...``, after checking these as the run does, and what its user should know.
 
     Raises:
         ConfigError: a mistyped key, a recipe that would not resume, or a launch configuration that starts one process.
@@ -176,7 +168,7 @@ def batch_script(words: list[str], job: Job) -> BatchScript:
         shutdown_s=job.grace_s - MARGIN_S,
         stopped=STOPPED,
     )
-    return BatchScript(text, notices)
+    return text, notices
 
 
 def _launch_config(name: str) -> Path:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -99,14 +99,6 @@ class Comparison:
     methods: list[Method]
     """Empty unless there are more than two runs, and some recipe was trained with several seeds."""
     method_differences: list[MethodDifference]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        found = asdict(self)
-        for pair in found["pairs"]:
-            for cause in pair["divergence"]["causes"]:
-                cause["effects"] = sorted(cause["effects"])
-        return found
 
 
 def compare(runs: Sequence[RunRecord]) -> Comparison:
