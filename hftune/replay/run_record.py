@@ -178,16 +178,6 @@ class Predictions:
 
 
 @dataclass
-class Images:
-    """Images of one evaluation."""
-
-    step: int
-    paths: list[Path]
-    """One each sample; or a single one, a grid of all samples."""
-    is_grid: bool
-
-
-@dataclass
 class RunRecord:
     """A run, as its folder shows it. Every part may be empty."""
 
@@ -205,8 +195,8 @@ class RunRecord:
     best: dict[str, Any]
     """metric, value and step of the best model."""
     predictions: Predictions
-    images: list[Images]
-    """In the order of their steps."""
+    images: dict[int, list[Path]]
+    """Of the samples of each evaluation, by its step, ascending."""
 
     @property
     def title(self) -> str:
@@ -286,19 +276,15 @@ def read_predictions(path: Path) -> Predictions:
     return found
 
 
-def find_images(folder: Path) -> list[Images]:
-    """Find the images of each evaluation: one each sample where there are such, otherwise all in one."""
-    found: dict[int, Images] = {}
-    for path in folder.glob("step_*") if folder.is_dir() else ():
-        number = path.name.removeprefix("step_").removesuffix(".png")
-        if not number.isdecimal():
-            continue
-        singles = sorted((file for file in path.glob("*.png") if file.stem.isdecimal()), key=lambda file: int(file.stem))
-        if singles:
-            found[int(number)] = Images(int(number), singles, is_grid=False)
-        elif path.suffix == ".png" and path.is_file():
-            found.setdefault(int(number), Images(int(number), [path], is_grid=True))
-    return [found[step] for step in sorted(found)]
+def find_images(folder: Path) -> dict[int, list[Path]]:
+    """Find the images of the samples of each evaluation, by its step."""
+    found: dict[int, list[Path]] = {}
+    for path in folder.glob("step_*"):
+        number = path.name.removeprefix("step_")
+        images = sorted((file for file in path.glob("*.png") if file.stem.isdecimal()), key=lambda file: int(file.stem))
+        if number.isdecimal() and images:
+            found[int(number)] = images
+    return dict(sorted(found.items()))
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:

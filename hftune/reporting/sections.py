@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hftune.metrics.records import place_of, record_of
-from hftune.replay.run_record import Images, RunRecord, cut, flat, is_number, mapping
+from hftune.replay.run_record import RunRecord, cut, flat, is_number, mapping
 from hftune.reporting.blocks import (
     Block,
     Cell,
@@ -201,32 +201,31 @@ def images_section(run: RunRecord) -> Section | None:
     """Return the images of the last evaluation, and a few of earlier ones."""
     if not run.images:
         return None
-    *earlier, last = run.images
+    *earlier, last = run.images.items()
     if len(earlier) > EARLIER_EVALUATIONS:
         places = [round(index * (len(earlier) - 1) / (EARLIER_EVALUATIONS - 1)) for index in range(EARLIER_EVALUATIONS)]
         earlier = [earlier[place] for place in places]
-    blocks = [gallery(run, last, IMAGES) | {"title": f"After step {last.step:,}"}]
-    blocks += [gallery(run, images, 4) | {"fold": f"After step {images.step:,}"} for images in reversed(earlier)]
+    blocks = [gallery(run, *last, IMAGES) | {"title": f"After step {last[0]:,}"}]
+    blocks += [gallery(run, step, paths, 4) | {"fold": f"After step {step:,}"} for step, paths in reversed(earlier)]
     return section("Images", *blocks)
 
 
-def gallery(run: RunRecord, images: Images, count: int) -> Block:
+def gallery(run: RunRecord, step: int, paths: Sequence[Path], count: int) -> Block:
     """Return the first images of an evaluation, with a few fields of their rows of the predictions, but no counts."""
     found = []
-    rows = run.predictions.first if images is run.images[-1] and not images.is_grid else []  # of the same evaluation
-    for index, path in enumerate(images.paths[:count]):
+    rows = run.predictions.first if step == max(run.images) else []  # of the same evaluation
+    for index, path in enumerate(paths[:count]):
         if (embedded := image_uri(path)) is not None:
             uri, (width, height) = embedded
-            what = f"All samples of step {images.step:,}" if images.is_grid else f"Sample {path.stem}"
             shown = min(max(SMALL_IMAGE, 4 * width), LARGE_IMAGE)  # pixels on the page: small images are enlarged
             row = rows[index] if index < len(rows) else {}
             fields = [(name.replace("_", " "), value) for name, value in row.items() if isinstance(value, float | str)][:6]
             words = [f"{name} {cut(value, 60) if isinstance(value, str) else number(value)}" for name, value in fields]
-            own = {"what": what, "facts": ", ".join(words), "shown": shown}
+            own = {"what": f"Sample {path.stem}", "facts": ", ".join(words), "shown": shown}
             found.append({"uri": uri, "width": width, "height": height, **own})
-    left = len(images.paths) - count
-    more = f"{left:,} more in {images.paths[0].parent}." if left > 0 else ""
-    return {"kind": "gallery", "images": found, "step": images.step, "more": more}
+    left = len(paths) - count
+    more = f"{left:,} more in {paths[0].parent}." if left > 0 else ""
+    return {"kind": "gallery", "images": found, "step": step, "more": more}
 
 
 def image_uri(path: Path) -> tuple[str, tuple[int, int]] | None:
