@@ -340,8 +340,9 @@ def choose_strategy(accelerator: Accelerator, recipe: Recipe, progress: Progress
     if accelerator.distributed_type == DistributedType.FSDP:
         from hftune.strategies.fully_sharded import FullySharded  # importing it takes a second; others need not wait
 
-        return FullySharded(accelerator, recipe.task, progress, recipe.train.fsdp_gather, recipe.parallel.replicas)
-    return DataParallel(accelerator, recipe.task, progress)
+        gather, parallel = recipe.train.fsdp_gather, recipe.parallel
+        return FullySharded(accelerator, recipe.task, progress, gather, parallel.replicas, parallel.context)
+    return DataParallel(accelerator, recipe.task, progress, recipe.parallel.context)
 
 
 def check_pipeline(recipe: Recipe, plan: BatchPlan, dataset: Any, model: nn.Module) -> None:

@@ -73,7 +73,7 @@ def evaluate(
     model, checkpoint = Path(model), None if checkpoint is None else Path(checkpoint)
     # Trackers are those of the training; and how FSDP sends weights matters to no result, so any launcher will do.
     training = replace(recipe.train, fsdp_gather="float32")
-    recipe = replace(recipe, track=TrackConfig(), train=training, parallel=replace(recipe.parallel, replicas=1))
+    recipe = replace(recipe, track=TrackConfig(), train=training, parallel=replace(recipe.parallel, replicas=1, context=1))
     recipe.validate()
     with Session(recipe) as session:
         session.progress.stage("loading data and model")

@@ -26,6 +26,7 @@ from hftune.strategies.compilation import repeated_layers
 from hftune.strategies.fitting import find_micro_batch_size, largest_micro_batch_tokens, memory_conditions
 from hftune.strategies.packing import collate_for
 from hftune.strategies.trial import head_problem, packing_problem, trial_samples
+from hftune.task import BatchLossTask
 from hftune.tracking.summary import PRECISIONS
 
 PARTS, TOKENS_OF_A_PART = (4, 2, 1), 1024
@@ -103,6 +104,7 @@ def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     config, model = recipe.train, parts.model
     parts.plan = plan = replace(parts.plan, parts=config.parts, width=width_of(model))
     if not may_be_packed(recipe, plan, model):
+        check_context(strategy, model, "training computes padding")
         compute_padding(model)
         return
     strategy.progress.stage("trying the model without padding")
@@ -112,9 +114,12 @@ def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     def tried(model: nn.Module) -> str | None:
         if config.compile and not repeated_layers(model):
             return "it is compiled as a whole (train.compile=true)"
-        return packing_problem(model, recipe.task, dataset, samples, strategy.device, half, padding_share(plan) >= 0.01)
+        # Tokens that are spread over processes may well be padding: what counts is that the model knows how to do it.
+        needs_mask = padding_share(plan) >= 0.01 and recipe.parallel.context == 1
+        return packing_problem(model, recipe.task, dataset, samples, strategy.device, half, needs_mask)
 
     reason = strategy.tried(model, tried)
+    check_context(strategy, model, reason)
     if reason is None:
         strategy.collate_packed = collate_for(model, recipe.task)
         parts.plan = without_padding(config, plan, recipe.parallel.pipeline_stages)
@@ -125,6 +130,34 @@ def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     if (share := padding_share(plan)) >= 0.01:
         parts.notices.append(
             f"{share:.0%} of what training computes is padding: {parts.model_name} cannot leave it out, because {reason}."
+        )
+
+
+def check_context(strategy: Strategy, model: nn.Module, reason: str | None) -> None:
+    """Refuse to spread the tokens of a micro-batch over processes where that gives something else.
+
+    Args:
+        reason: why the model cannot be trained without padding; None if it can.
+
+    Raises:
+        ConfigError: naming the reason.
+    """
+    if strategy.together == 1:
+        return
+    if isinstance(strategy.task, BatchLossTask):
+        reason = "its loss compares samples with each other"
+    elif hasattr(model, "load_balancing"):
+        reason = "its experts are balanced (task.model_config.output_router_logits)"
+    elif reason is not None:
+        reason = f"it cannot leave out padding: {reason}"
+    elif hasattr(type(model), "find_packing"):
+        reason = "its attention knows more than one kind of tokens"
+    elif (heads := model.config.get_text_config().num_attention_heads) % strategy.together:
+        reason = f"its {heads} attention heads cannot be shared out equally"
+    if reason is not None:
+        raise ConfigError(
+            f"parallel.context={strategy.together}: the tokens of {type(model).__name__} cannot be spread over processes, "
+            f"because {reason}. Set parallel.context=1."
         )
 
 

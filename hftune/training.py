@@ -60,7 +60,7 @@ def train(recipe: Recipe, callbacks: Sequence[Callback] = ()) -> TrainResult:
             return say_finished(strategy, recipe, result)
         parts.notices += changed_precision(recipe, strategy, before.get("precision"))
         provenance.micro_batch_size = settle_micro_batches(recipe, strategy, parts, before.get("micro_batch_size", {}))
-        parts.notices += idle_notices(parts.plan, strategy.num_processes // recipe.parallel.pipeline_stages)
+        parts.notices += idle_notices(parts.plan, strategy.dp_size // strategy.together)
         run = open_run(output, session, strategy, parts, provenance, state, before.get("run_ids", {}), users)
         try:
             warm_up(run)

@@ -409,6 +409,10 @@ class ParallelConfig(Section):
     """Under FSDP, groups of processes that have all weights between them, such as one a machine: weights are then gathered
     within a group, and a step's gradient is added up over the groups once. It must divide the number of processes. 1: all
     processes are one group."""
+    context: int = key(1, ge=1, changes="rounding")
+    """Number of neighbouring processes that compute each micro-batch together, a part of its tokens each, for long texts. It
+    must divide the number of processes and the number of attention heads, and needs training without padding
+    (train.packing=auto). One process computes alone. 1: each process computes micro-batches of its own."""
     regroup_every_s: float = key(60.0, ge=0, changes="rounding")
     """In an elastic job, whose machines come and go: seconds until a new machine is taken in, unless a checkpoint comes first,
     so that newcomers do not stop the others again and again. The loss of a machine is handled at once."""

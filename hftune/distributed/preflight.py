@@ -50,6 +50,7 @@ def check_launcher(recipe: Recipe) -> None:
     check_options(recipe.train)
     if recipe.parallel.pipeline_stages > 1:
         check_parallel(recipe, ProcessInfo.from_environment().world_size)
+    _check_context(recipe, ProcessInfo.from_environment().world_size)
     if asks_for_fsdp():
         _check_fsdp(recipe)
     elif recipe.train.fsdp_gather != "float32":
@@ -61,6 +62,27 @@ def check_launcher(recipe: Recipe) -> None:
         raise ConfigError(
             f"parallel.replicas={recipe.parallel.replicas} needs FSDP, which the launcher does not ask for. Launch with "
             "accelerate_configs/fsdp.yaml, or set parallel.replicas=1: without FSDP each process is a replica."
+        )
+
+
+def _check_context(recipe: Recipe, world_size: int) -> None:
+    """Reject what does not work where several processes compute a micro-batch together, or raise ConfigError."""
+    context, train = recipe.parallel.context, recipe.train
+    if context == 1 or world_size == 1:
+        return
+    if world_size % context:
+        raise ConfigError(f"parallel.context={context} does not divide the number of processes, {world_size}.")
+    wrong = {
+        f"parallel.pipeline_stages={recipe.parallel.pipeline_stages}": recipe.parallel.pipeline_stages > 1,
+        f"train.packing={train.packing}": train.packing != "auto",
+        "train.compile=true": train.compile,
+    }
+    if found := next((key for key, is_so in wrong.items() if is_so), None):
+        raise ConfigError(f"parallel.context={context} does not work with {found}. Leave out one of them.")
+    if asks_auto := auto_key(train):
+        raise ConfigError(
+            f"{asks_auto}=auto does not work with parallel.context={context}: a process that runs out of memory would leave "
+            "the others waiting in its layers. Set a number, such as train.micro_batch_size=1, or train.micro_batch_tokens."
         )
 
 

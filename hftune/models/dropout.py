@@ -13,6 +13,7 @@ Other devices keep torch's own dropout.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -35,16 +36,23 @@ def scale_of(p: float) -> float:
     return LEVELS / (LEVELS - threshold(p))
 
 
-def draw_mask(like: Tensor, p: float) -> Tensor:
+def draw_mask(like: Tensor, p: float, part: tuple[int, int] | None = None) -> Tensor:
     """Draw a mask of a tensor's shape, uint8: 0 with probability ``p``, otherwise 1. Takes one number from torch's generator.
+
+    Args:
+        part: where in dimension 1 of a larger tensor this one begins, and how long that is; the mask is a part of that one's.
 
     Source of the generator: numpy.random.SFC64, whose stream is fixed across versions and platforms (NEP 19).
     """
     if isinstance(like, FakeTensor):  # a plan's, which has no values
         return like.new_empty(like.shape, dtype=torch.uint8)
-    key, count = int(torch.randint(2**62, ())), like.numel()
+    shape = list(like.shape)
+    if part is not None:
+        shape[1] = part[1]
+    key, count = int(torch.randint(2**62, ())), math.prod(shape)
     numbers = np.random.SFC64(key).random_raw(-(-count // 4)).view(np.uint16)[:count]
-    return torch.from_numpy((numbers >= threshold(p)).view(np.uint8)).view(like.shape)
+    mask = torch.from_numpy((numbers >= threshold(p)).view(np.uint8)).view(shape)
+    return mask if part is None else mask.narrow(1, part[0], like.shape[1]).contiguous()
 
 
 def masked(x: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -55,25 +63,34 @@ def masked(x: Tensor, mask: Tensor, scale: float) -> Tensor:
 class Dropout(nn.Dropout):
     """``nn.Dropout``, with the masks of ``draw_mask`` on CPUs."""
 
+    context: Any = None
+    """See ``hftune.strategies.context``."""
+
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training or not 0 < threshold(self.p) < LEVELS or input.device.type != "cpu":
+        if not self.training or not 0 < threshold(self.p) < LEVELS:
             return super().forward(input)
-        return _Masked.apply(input, self.p)
+        part = None if self.context is None else self.context.part(input.shape)
+        if input.device.type == "cpu":
+            return _Masked.apply(input, self.p, part)
+        if part is None:
+            return super().forward(input)
+        whole = input.new_ones(input.shape[0], part[1], *input.shape[2:])
+        return input * super().forward(whole).narrow(1, part[0], input.shape[1])
 
 
 class _Masked(torch.autograd.Function):
     """x * mask * scale. Keeps the mask alone, a byte an element, for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
-        mask, ctx.scale = draw_mask(x, p), scale_of(p)
+    def forward(ctx: Any, x: Tensor, p: float, part: tuple[int, int] | None) -> Tensor:
+        mask, ctx.scale = draw_mask(x, p, part), scale_of(p)
         ctx.save_for_backward(mask)
         return masked(x, mask, ctx.scale)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
-        return masked(grad, mask, ctx.scale), None
+        return masked(grad, mask, ctx.scale), None, None
 
 
 def replace_dropout(model: nn.Module) -> None:
@@ -84,7 +101,13 @@ def replace_dropout(model: nn.Module) -> None:
 
 
 def attention_with_dropout(
-    query_RHtd: Tensor, key_RHtd: Tensor, value_RHtd: Tensor, p: float, scale: float, hidden_tt: Tensor | None = None
+    query_RHtd: Tensor,
+    key_RHtd: Tensor,
+    value_RHtd: Tensor,
+    p: float,
+    scale: float,
+    hidden_tt: Tensor | None = None,
+    heads: tuple[int, int] | None = None,
 ) -> Tensor:
     """Return the attention (R, H, t, d) of texts of equal length, with dropout of the attention weights. CPUs only.
 
@@ -95,14 +118,17 @@ def attention_with_dropout(
         p: probability with which an attention weight is dropped, in (0, 1).
         scale: of the scores; usually 1 / sqrt(d).
         hidden_tt: bool, true where a token (row) must not see another one (column).
+        heads: which one the first of these heads is, and of how many; the masks are a part of those of all heads.
     """
-    _, heads, length, _ = query_RHtd.shape
-    count = max(1, AT_ONCE // (heads * length * key_RHtd.shape[2]))
+    _, given, length, _ = query_RHtd.shape
+    heads = heads or (0, given)
+    count = max(1, AT_ONCE // (heads[1] * length * key_RHtd.shape[2]))
     parts = [tensor.split(count) for tensor in (query_RHtd, key_RHtd, value_RHtd)]
     outputs = [
-        _AttentionWithDropout.apply(*(part.flatten(0, 1) for part in some), p, scale, hidden_tt).unflatten(0, (-1, heads))
+        _AttentionWithDropout.apply(*(part.flatten(0, 1) for part in some), p, scale, hidden_tt, given, heads)
         for some in zip(*parts, strict=True)
     ]
+    outputs = [output.unflatten(0, (-1, given)) for output in outputs]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -119,14 +145,22 @@ class _AttentionWithDropout(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, p: float, scale: float, hidden_tt: Tensor | None
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        p: float,
+        scale: float,
+        hidden_tt: Tensor | None,
+        given: int,
+        heads: tuple[int, int],
     ) -> Tensor:
         with torch.autocast("cpu", enabled=False):  # what arrives has its precision already
             scores = torch.bmm(query * scale, key.transpose(1, 2))
             if hidden_tt is not None:
                 scores.masked_fill_(hidden_tt, -torch.inf)
             weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
-            mask = draw_mask(weights, p)
+            mask = draw_mask(weights.unflatten(0, (-1, given)), p, heads).flatten(0, 1)
             output = torch.bmm(masked(weights, mask, scale_of(p)), value)
         ctx.save_for_backward(query, key, value, weights, mask, output)
         ctx.scale, ctx.up = scale, scale_of(p)
@@ -144,4 +178,4 @@ class _AttentionWithDropout(torch.autograd.Function):
             scores_grad = kept.mul_(torch.bmm(grad, value.transpose(1, 2))).sub_(weights * row_sums)
             query_grad = torch.bmm(scores_grad, key).mul_(ctx.scale)
             key_grad = torch.bmm(scores_grad.transpose(1, 2), query).mul_(ctx.scale)
-        return query_grad, key_grad, value_grad, None, None, None
+        return query_grad, key_grad, value_grad, *[None] * 5

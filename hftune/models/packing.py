@@ -77,6 +77,9 @@ class Packing(RealTokens):
     """Real tokens of each text, on the host, so that nothing waits for the device."""
     starts: Tensor
     """(B + 1,) int32: where each text starts in the packed row, and the end. Known as cu_seqlens."""
+    context: Any = None
+    """``hftune.strategies.context.Context`` where processes share the tokens out: ``indices_N`` then has those of this one, and
+    unpacking puts zeros elsewhere."""
 
     @classmethod
     def of(cls, mask_BT: Tensor) -> Packing:
@@ -159,10 +162,14 @@ def packed_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if (repeats := query.shape[1] // key.shape[1]) > 1:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    if (context := packing.context) is not None:
+        query, key, value = context.by_heads([query, key, value])
     if query.is_cuda and (query.dtype != torch.float32 or sliding_window is None):
         q, k, v = (x_1HNd[0].transpose(0, 1) for x_1HNd in (query, key, value))
-        return varlen_attention(q, k, v, packing, packing, causal, dropout, scale, sliding_window)[None], None
-    return _text_by_text(query, key, value, packing, dropout, causal, scale, sliding_window), None
+        output = varlen_attention(q, k, v, packing, packing, causal, dropout, scale, sliding_window)[None]
+    else:
+        output = _text_by_text(query, key, value, packing, dropout, causal, scale, sliding_window)
+    return output if context is None else context.by_tokens(output), None
 
 
 def varlen_attention(
@@ -213,18 +220,32 @@ def _text_by_text(
             for tensor in (query, key, value)
         )
         seen_tt = _seen(length, causal, window, query.device)
-        out_RHtd = attention(q_RHtd, k_RHtd, v_RHtd, seen_tt, causal and seen_tt is None, dropout, scale)
+        heads = None if packing.context is None else packing.context.heads(query.shape[1])
+        out_RHtd = attention(q_RHtd, k_RHtd, v_RHtd, seen_tt, causal and seen_tt is None, dropout, scale, heads)
         outputs.append(out_RHtd.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[None]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, seen_ts: Tensor | None, causal: bool, dropout: float, scale: float) -> Tensor:
-    """Compute attention (R, H, t, d) of texts of equal length, which see ``seen_ts``, or earlier tokens if ``causal``."""
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen_ts: Tensor | None,
+    causal: bool,
+    dropout: float,
+    scale: float,
+    heads: tuple[int, int] | None = None,
+) -> Tensor:
+    """Compute attention (R, H, t, d) of texts of equal length, which see ``seen_ts``, or earlier tokens if ``causal``.
+
+    Args:
+        heads: as ``attention_with_dropout`` takes it.
+    """
     if not dropout or q.device.type != "cpu":
         return scaled_dot_product_attention(q, k, v, seen_ts, dropout, is_causal=causal, scale=scale)
     if causal:
         seen_ts = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
-    return attention_with_dropout(q, k, v, dropout, scale, None if seen_ts is None else ~seen_ts)
+    return attention_with_dropout(q, k, v, dropout, scale, None if seen_ts is None else ~seen_ts, heads)
 
 
 def _seen(length: int, causal: bool, window: int | None, device: torch.device) -> Tensor | None:
@@ -342,4 +363,7 @@ def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     packing = kwargs.get("packing")
     if packing is None:
         return None
-    return (packing.unpack(output[0]), *output[1:]) if isinstance(output, tuple) else packing.unpack(output)
+    hidden = packing.unpack(output[0] if isinstance(output, tuple) else output)
+    if packing.context is not None and packing.context.gathers:
+        hidden = packing.context.whole(hidden)
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden

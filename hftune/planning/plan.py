@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -60,9 +60,12 @@ from hftune.settle import may_be_packed, may_score_head, width_of, without_paddi
 from hftune.strategies.base import dummy_micro_batch
 from hftune.strategies.compilation import repeated_layers
 from hftune.strategies.fitting import largest_micro_batch_size, largest_micro_batch_tokens
-from hftune.strategies.packing import PACKING, collate_for, compute, inputs_of, install_packing, seems_packable
+from hftune.strategies.packing import PACKING, collate_for, compute, given_to, install_packing, seems_packable
 from hftune.strategies.sharding import checkpoint_tensors
 from hftune.strategies.statistics import class_names, has_running_statistics, notice
+
+if TYPE_CHECKING:
+    from hftune.strategies.context import Context
 
 OFTEN_USED = (2, 4, 8)
 """Numbers of processes that the balance is shown for, whatever number is planned."""
@@ -84,8 +87,10 @@ def make_plan(recipe: Recipe, num_processes: int = 1, device: str | None = None,
     """
     if num_processes < 1:
         raise ConfigError(f"--processes {num_processes} must be at least 1.")
-    if fsdp and num_processes % recipe.parallel.replicas:
-        raise ConfigError(f"parallel.replicas={recipe.parallel.replicas} does not divide --processes {num_processes}.")
+    wanted = {"context": recipe.parallel.context} | ({"replicas": recipe.parallel.replicas} if fsdp else {})
+    for name, count in wanted.items():
+        if num_processes > 1 and num_processes % count:
+            raise ConfigError(f"parallel.{name}={count} does not divide --processes {num_processes}.")
     if fsdp and (num_processes == 1 or recipe.parallel.pipeline_stages > 1 or recipe.adapter.quantize is not None):
         raise ConfigError(
             "--fsdp: it needs two processes or more (--processes), and goes neither with parallel.pipeline_stages nor with "
@@ -98,7 +103,8 @@ def make_plan(recipe: Recipe, num_processes: int = 1, device: str | None = None,
     config, parallel = recipe.train, recipe.parallel
     if parallel.pipeline_stages > 1:
         check_parallel(recipe, num_processes)
-    dp_size = num_processes // parallel.pipeline_stages
+    context = parallel.context if num_processes > 1 else 1
+    dp_size = num_processes // (parallel.pipeline_stages * context)
     datasets = load_datasets(recipe)
     model = build_on_meta(recipe, unsure)
     batches, looked_at = surveyed(plan_batches(recipe, datasets["train"]), unsure)
@@ -137,7 +143,7 @@ def make_plan(recipe: Recipe, num_processes: int = 1, device: str | None = None,
     if auto is not None:
         plan.notices.append(f"{auto}=auto: planned with {largest}, the largest size that training would try.")
     if found.work.idle_steps:
-        many = "pipelines" if parallel.pipeline_stages > 1 else "processes"
+        many = "pipelines" if parallel.pipeline_stages > 1 else "processes" if context == 1 else "groups of processes"
         # A short last step may have fewer samples than there are processes.
         is_small = dp_size > batches.batch_size or (batches.parts or 1) % dp_size == 0
         how = "Raise train.batch_size." if is_small else f"Set train.parts={dp_size}, or raise train.batch_size."
@@ -380,15 +386,20 @@ def count_in_process(
 
     Under DDP the gradients are in its buckets, from the beginning.
     """
+    context = None
     if any(PACKING in batch for item in heaviest for batch in item.batches):
         install_packing(model)
+        if recipe.parallel.context > 1 and plan.processes > 1:
+            from hftune.strategies.context import Context
+
+            context = Context(None, 0, recipe.parallel.context)
     if scores_head := may_score_head(recipe, model):
         from hftune.models import scored_head
 
         scored_head.install(model)
     average, is_ddp, found = average_bytes(model) if recipe.train.ema_decay is not None else 0, plan.processes > 1, []
     for item in heaviest:
-        compute_it = partial(forward_backward, recipe, model, item.batches[0], scores_head, not plan.fsdp)
+        compute_it = partial(forward_backward, recipe, model, item.batches[0], scores_head, not plan.fsdp, context)
         counter = TensorBytes()
         found.append((step_memory(model, optimizer, compute_it, is_ddp or not item.is_first, average, counter), item))
         if plan.unused_parameters is None:
@@ -478,7 +489,12 @@ def build_on_meta(recipe: Recipe, notices: list[str]) -> nn.Module | None:
 
 
 def forward_backward(
-    recipe: Recipe, model: nn.Module, batch: Mapping[str, Tensor], scores_head: bool = False, caches: bool = True
+    recipe: Recipe,
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    scores_head: bool = False,
+    caches: bool = True,
+    context: Context | None = None,
 ) -> None:
     """Compute a micro-batch as a process does, with a model without values. ``caches``: autocast keeps what it rounds."""
     task, device = recipe.task, next(model.parameters()).device
@@ -487,7 +503,8 @@ def forward_backward(
     if precision is not None:  # as Accelerate does
         forward = convert_outputs_to_fp32(torch.autocast(device.type, precision, cache_enabled=caches)(model.forward))
     inputs = without_values(batch, device)
-    task.loss(compute(forward, **inputs_of(task, inputs, scores_head)), task.target(inputs)).backward()
+    arguments, target, _ = given_to(task, inputs, scores_head, context)
+    task.loss(compute(forward, **arguments), target).backward()
 
 
 def needs_values(error: BaseException) -> str:

@@ -291,6 +291,7 @@ def as_replayed(nested: dict[str, Any], start: Mapping[str, Any], overrides: Ite
         adapter["base_dtype"] = "bf16"
     if ProcessInfo.from_environment().world_size != start["world_size"]:
         nested.pop("parallel", None)  # a pipeline is replayed as one process, or some, that have the whole model
+    (nested.get("parallel") or {}).pop("context", None)  # losses of single samples need all of their tokens
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() not in ("1", "true", "yes", "y", "on", "t"):
         train["fsdp_gather"] = "float32"
         (nested.get("parallel") or {}).pop("replicas", None)

@@ -99,7 +99,11 @@ class Strategy(Collectives, ABC):
         super().__init__(accelerator, progress)
         self.task = task
         self.dp_rank, self.dp_size = self.process_index, self.num_processes
-        """Which of the ``dp_size`` shares of a step this process computes. Several processes may compute one, in a pipeline."""
+        """Which of the ``dp_size`` shares of an evaluation this process computes. Several may compute one, in a pipeline."""
+        self.together = 1
+        """Of these shares, how many neighbouring ones are one share of a step; see ``parallel.context``."""
+        self.counts_samples = True
+        """Whether this process reports the samples of its share."""
         self.exact = torch.float32 if self.device.type == "mps" else torch.float64  # Metal has no float64
         self.times = StepTimes(self.device, self.process_index, self.num_processes, self.computes_alone)
         self.collate_packed: Callable[[list[Any]], dict[str, Any]] | None = None
@@ -156,19 +160,23 @@ class Strategy(Collectives, ABC):
         )
 
     @abstractmethod
-    def num_dummies(self, step: Sequence[MicroBatch], num_mine: int) -> int:
+    def num_dummies(self, step: Sequence[MicroBatch], num_mine: int, num_shares: int) -> int:
         """Return how many forward passes this process has to compute after its share of a step. Not collective.
 
-        It may depend only on the step and on this process's rank.
+        It may depend only on the step, on the number of shares that it is cut into, and on this process's rank.
         """
 
-    def assign(self, step: list[MicroBatch]) -> StepBatch:
+    def assign(self, step: list[MicroBatch], together: int | None = None) -> StepBatch:
         """Return what this process computes of a step: its micro-batches, then dummies. Not collective.
 
         Together the processes compute each micro-batch with weight 1 exactly once.
+
+        Args:
+            together: as for ``share``; None: as in training.
         """
-        mine = self.share(step)
-        count = self.num_dummies(step, len(mine))
+        together = together or self.together
+        mine = self.share(step, together)
+        count = self.num_dummies(step, len(mine), self.dp_size // together)
         return StepBatch(step, [*mine, *[dummy_micro_batch(step)] * count], [1] * len(mine) + [0] * count)
 
     @abstractmethod
@@ -222,10 +230,14 @@ class Strategy(Collectives, ABC):
         """Of forward and backward passes: no (float32), bf16 or fp16."""
         return self.accelerator.mixed_precision
 
-    def share(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches that this process computes, balanced by cost. Not collective."""
-        indices = balance([micro_batch.cost for micro_batch in micro_batches], self.dp_size)[self.dp_rank]
-        return [micro_batches[index] for index in indices]
+    def share(self, micro_batches: Sequence[MicroBatch], together: int = 1) -> list[MicroBatch]:
+        """Return the micro-batches that this process computes, balanced by cost. Not collective.
+
+        Args:
+            together: number of neighbouring shares that are one.
+        """
+        shares = balance([micro_batch.cost for micro_batch in micro_batches], self.dp_size // together)
+        return [micro_batches[index] for index in shares[self.dp_rank // together]]
 
     def loader(self, dataset: Any, num_workers: int, is_packed: bool) -> Loader:
         """Return a new loader of collated batches. Not collective."""
@@ -351,6 +363,8 @@ class Strategy(Collectives, ABC):
 
         The sums over all processes must be those of the global batch. The samples are on the CPU. Not collective.
         """
+        if not self.counts_samples:
+            return [0] * 4
         items = [float(self.task.num_items(self.task.target(loaded))) for loaded in batch.batches]
         num_items = sum(count * weight for count, weight in zip(items, batch.weights, strict=True))
         samples = [micro_batch.samples for micro_batch, weight in zip(batch.mine, batch.weights, strict=True) if weight]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,15 +13,17 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hftune.batch_plan import MicroBatch
 from hftune.distributed.progress import Progress
+from hftune.errors import ConfigError
 from hftune.models.kinds import TARGETS
-from hftune.models.trial import named_buffers, restored_buffers
+from hftune.models.trial import named_buffers, restored_buffers, tolerance_of
 from hftune.strategies.base import StepBatch, Strategy
 from hftune.strategies.optimizer_state import most_moments
-from hftune.strategies.packing import compute, inputs_of, install_packing, reads_scores
+from hftune.strategies.packing import compute, given_to, inputs_of, install_packing, reads_scores
 from hftune.strategies.pipeline_stages import layers_of
 from hftune.strategies.seeds import LayerSeeds
 from hftune.strategies.sharding import Sharding, fill_gradients, refuse_unused, without_gradient
@@ -29,14 +31,29 @@ from hftune.strategies.statistics import RunningStatistics, class_names, freeze
 from hftune.strategies.two_pass import cached_losses
 from hftune.task import BatchLossTask, Task
 
+if TYPE_CHECKING:
+    from hftune.strategies.context import Context
+
 
 class DataParallel(Strategy):
     """Assign the micro-batches of a step to the processes by cost; all-reduce the gradient once, with the last of them."""
 
     computes_alone = True
 
-    def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None):
+    def __init__(self, accelerator: Accelerator, task: Task, progress: Progress | None = None, context: int = 1):
+        """Args:
+        context: ``parallel.context``, which divides the number of processes; one process computes alone.
+        """
+        self.context: Context | None = None
+        if context > 1 and accelerator.num_processes > 1:
+            from hftune.strategies.context import Context  # imports transformers
+
+            self.computes_alone = False
+            mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes // context, context))
+            self.context = Context(mesh.get_group(1), mesh.get_local_rank(1), context)
         super().__init__(accelerator, task, progress)
+        if self.context is not None:
+            self.together, self.counts_samples = context, self.context.rank == 0
         self.sharding = Sharding(accelerator, self)
         self._seeds = LayerSeeds(self.device)
         self._statistics = RunningStatistics([], self.exact)
@@ -46,7 +63,9 @@ class DataParallel(Strategy):
         if model._compiled_call_impl is None:  # compiled as a whole: a hook would break its graph at each layer
             self._seeds.watch(layers_of(model))
         if self.collate_packed is not None:
-            install_packing(model)
+            layers = install_packing(model)
+            if self.context is not None:
+                self.context.watch(layers)
         self.sharding.prepare(model, optimizer)
         self.model = self.sharding.model
         self.sharding.wrapped.train()
@@ -69,6 +88,8 @@ class DataParallel(Strategy):
             try:
                 inputs = self._backward_once(self.sharding.wrapped, dataset, micro_batch.samples)
                 self._check_gradients(inputs, missing if self._is_ddp else None)
+                if self.context is not None:
+                    self._check_context(inputs)
             finally:
                 for hook in hooks:
                     hook.remove()
@@ -76,8 +97,36 @@ class DataParallel(Strategy):
         places = named_buffers(self.sharding.model)
         return self._keep_statistics([places[name] for name in self.broadcast([*changed])], frozen)
 
+    @torch.no_grad()
+    def _check_context(self, inputs: dict[str, Any]) -> None:
+        """Compare the loss of a micro-batch in training mode, dropout included, with that of one process. Collective.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        found, whole = (self._loss_once(inputs, context) for context in (self.context, None))
+        tolerance = tolerance_of(self.device, None if self.precision == "no" else torch.bfloat16)
+        if not abs(found - whole) <= tolerance * max(1.0, abs(whole)):
+            raise ConfigError(
+                f"parallel.context={self.together}: with its tokens on several processes, {type(self.sharding.model).__name__} "
+                f"has another loss, {found:.6g} and not {whole:.6g}. It may mix tokens by more than attention, or draw dropout "
+                "where it cannot be divided, as attention on GPUs does. Set its dropout to 0, or parallel.context=1."
+            )
+
+    def _loss_once(self, inputs: dict[str, Any], context: Context | None) -> float:
+        """Return the loss of a micro-batch that all processes have, in training mode. Collective."""
+        self._seeds.begin(0, 0, 0)
+        arguments, target, part = given_to(self.task, inputs, self.scores_head, context)
+        loss = self.task.loss(compute(self.sharding.model, **arguments), target).to(self.exact) * part
+        return float(self.sum(loss)) * (1 if context is None else self.together) / self.num_processes
+
     def _keep_statistics(self, places: Sequence[tuple[nn.Module, str]], frozen: bool) -> list[str]:
         """Average these buffers over each step, or freeze their modules; return the class names of the modules."""
+        if self.context is not None and places and not frozen:
+            raise ConfigError(
+                f"parallel.context={self.together}: {', '.join(class_names(places))} would see a part of the tokens only. Set "
+                "train.batch_norm=frozen, or parallel.context=1."
+            )
         if frozen:
             freeze({module: None for module, _ in places})
         self._statistics = RunningStatistics([] if frozen else places, self.exact)
@@ -93,8 +142,8 @@ class DataParallel(Strategy):
         """Compute a gradient that will be discarded; return the batch, on the device."""
         (loaded,) = self.loader(dataset, num_workers=0, is_packed=True).read([samples.tolist()])
         inputs = send_to_device(loaded, self.device)
-        outputs = compute(model, **inputs_of(self.task, inputs, self.scores_head))
-        self._reaching_all(self.task.loss(outputs, self.task.target(inputs))).backward()
+        arguments, target, part = given_to(self.task, inputs, self.scores_head, self.context)
+        self._reaching_all(self.task.loss(compute(model, **arguments), target) * part).backward()
         return inputs
 
     def _reaching_all(self, loss: Tensor) -> Tensor:
@@ -102,6 +151,11 @@ class DataParallel(Strategy):
         if not self._is_ddp:
             return loss
         return ReachingAll.apply(loss, *(value for value in self.sharding.model.parameters() if value.requires_grad))
+
+    def notices(self) -> list[str]:
+        if self.context is None:
+            return []
+        return [f"Context: {self.together} processes compute each micro-batch together, each a part of its tokens."]
 
     def fits(self, dataset: Any, samples: np.ndarray) -> bool:
         def drop_gradient(parameter: Tensor) -> None:  # as if it had been added to one that is there
@@ -131,7 +185,7 @@ class DataParallel(Strategy):
         clear_device_cache(garbage_collection=True)
         return not self.any_process(failed)
 
-    def num_dummies(self, step: Sequence[MicroBatch], num_mine: int) -> int:
+    def num_dummies(self, step: Sequence[MicroBatch], num_mine: int, num_shares: int) -> int:
         return 0 if num_mine else 1  # for the all-reduce of the gradient
 
     def backward(self, batch: StepBatch, seed: int, step: int, items: Tensor) -> list[Tensor]:
@@ -148,9 +202,10 @@ class DataParallel(Strategy):
             resting = self._statistics.at_rest(weight == 0)
             accumulating = nullcontext() if is_last else self.sharding.accumulating()
             with accumulating, self.explained_memory_errors(inputs, step), resting:
+                arguments, target, part = given_to(self.task, inputs, self.scores_head, self.context)
                 with self._statistics.micro_batch(weight * len(micro_batch.samples)):
-                    outputs = compute(self.sharding.wrapped, **inputs_of(self.task, inputs, self.scores_head))
-                loss = loss_of(index, outputs, self.task.target(inputs))
+                    outputs = compute(self.sharding.wrapped, **arguments)
+                loss = loss_of(index, outputs, target) * part
                 if balance is not None:
                     loss = loss + balance(inputs) * items.to(loss.dtype)
                 scaled = loss * (scale * weight).to(loss.dtype)

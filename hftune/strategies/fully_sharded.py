@@ -74,8 +74,9 @@ class FullySharded(DataParallel):
         progress: Progress | None = None,
         gather: str = "float32",
         replicas: int = 1,
+        context: int = 1,
     ):
-        super().__init__(accelerator, task, progress)
+        super().__init__(accelerator, task, progress, context)
         # Autocast would keep every weight that it has rounded until the end of a forward pass: 2 bytes of each on each process.
         accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
         self.sharding = ShardedWeights(accelerator, self, gather, replicas)
@@ -99,16 +100,18 @@ class FullySharded(DataParallel):
         own, total = sum(part.to_local().numel() for part in parameters), sum(part.numel() for part in parameters)
         how = f"one {' or '.join(blocks)} at a time" if blocks else "all at once"
         how += ", linear layers in bf16" if self.sharding.gather_precision == "bf16" else ""
-        return [f"FSDP: process {self.process_index} keeps {own:,} of {total:,} weights; they are gathered {how}."]
+        fsdp = [f"FSDP: process {self.process_index} keeps {own:,} of {total:,} weights; they are gathered {how}."]
+        return [*super().notices(), *fsdp]
 
     fits = Strategy.fits  # a process that failed to compute would leave the others waiting
 
-    def share(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def share(self, micro_batches: Sequence[MicroBatch], together: int = 1) -> list[MicroBatch]:
         """Share in rounds of similar cost: the processes wait for each other in every block of every forward pass."""
-        return sorted(micro_batches, key=lambda micro_batch: -micro_batch.cost)[self.process_index :: self.num_processes]
+        ordered = sorted(micro_batches, key=lambda micro_batch: -micro_batch.cost)
+        return ordered[self.dp_rank // together :: self.dp_size // together]
 
-    def num_dummies(self, step: Sequence[MicroBatch], num_mine: int) -> int:
-        return -(-len(step) // self.num_processes) - num_mine  # so that all processes have equally many forward passes
+    def num_dummies(self, step: Sequence[MicroBatch], num_mine: int, num_shares: int) -> int:
+        return -(-len(step) // num_shares) - num_mine  # so that all processes have equally many forward passes
 
     def forward_backward(self, batch: StepBatch, seed: int, step: int, asks: Asks = NOTHING_ASKED) -> None:
         if self._statistics.places:
@@ -119,7 +122,7 @@ class FullySharded(DataParallel):
         self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
     ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
         if not self._needs_model:
-            part = self.assign(micro_batches)
+            part = self.assign(micro_batches, together=1)
             loaded = self.evaluated(dataset, part.mine, num_workers)
             with self._evaluating_shards():
                 for micro_batch, weight in zip(part.mine, part.weights, strict=True):

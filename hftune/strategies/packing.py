@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from hftune.models.kinds import TARGETS
 from hftune.task import Task
+
+if TYPE_CHECKING:
+    from hftune.strategies.context import Context
 
 PACKING = "packing"
 """Key of a batch's ``Packing``, and the keyword argument that models take it by."""
@@ -41,6 +44,20 @@ def inputs_of(task: Task, batch: Mapping[str, Any], scores_head: bool = False) -
     return {**inputs, PACKING: batch[PACKING]} if PACKING in batch else inputs
 
 
+def given_to(
+    task: Task, batch: dict[str, Any], scores_head: bool, context: Context | None
+) -> tuple[dict[str, Any], Any, float]:
+    """Return the model's keyword arguments in training, the target, and which part of the loss is this process's."""
+    arguments, target = inputs_of(task, batch, scores_head), task.target(batch)
+    if context is None:
+        return arguments, target, 1
+    packing = arguments[PACKING] = context.split(arguments[PACKING], gathers=not scores_head)
+    if not scores_head or packing.context is None:  # all processes compute the same loss
+        return arguments, target, 1 / context.size
+    arguments[TARGETS] = target = context.own_targets(target, packing)
+    return arguments, target, 1
+
+
 def compute(model: nn.Module, *args: Any, **inputs: Any) -> Any:
     """Call a model, or a stage of one, with or without packing."""
     if PACKING not in inputs:
@@ -51,11 +68,12 @@ def compute(model: nn.Module, *args: Any, **inputs: Any) -> Any:
         return model(*args, **inputs)
 
 
-def install_packing(model: nn.Module) -> None:
-    """Let a model, or a stage of one, take ``packing``; it has passed ``trial.packing_problem``."""
-    from hftune.models.packing import install
+def install_packing(model: nn.Module) -> list[nn.Module]:
+    """Let a model, or a stage of one, take ``packing``; it has passed ``trial.packing_problem``. Return its layers."""
+    from hftune.models.packing import install, stack_of
 
     install(model)
+    return stack_of(model)
 
 
 def seems_packable(model: nn.Module) -> bool:

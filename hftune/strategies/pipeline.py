@@ -141,6 +141,7 @@ class Pipeline(Strategy):
         self.config = config
         self.grid = Grid.create(self.device, self.num_processes, config.pipeline_stages)
         self.dp_rank, self.dp_size, self.pp_rank = self.grid.dp_rank, self.grid.dp_size, self.grid.pp_rank
+        self.counts_samples = self.pp_rank == 0  # all processes of a pipeline have the same micro-batches
         self.sharding = StagedWeights(accelerator, self, config, self.grid)
         self._seeds = LayerSeeds(self.device)
         logging.getLogger(ScheduleGPipe.__module__).setLevel(logging.CRITICAL)  # if a stage fails, it prints all actions
@@ -197,12 +198,8 @@ class Pipeline(Strategy):
                 stage.statistics = RunningStatistics(places, self.exact)
         return sorted({*self.broadcast(self.gather_to_main(class_names(changed.values())))})
 
-    def num_dummies(self, step: Sequence[MicroBatch], num_mine: int) -> int:
+    def num_dummies(self, step: Sequence[MicroBatch], num_mine: int, num_shares: int) -> int:
         return self.config.fill_up(num_mine) - num_mine
-
-    def counts(self, batch: StepBatch) -> list[float]:
-        counts = super().counts(batch)
-        return counts if self.pp_rank == 0 else [0] * len(counts)  # all processes of a pipeline have the same micro-batches
 
     def backward(self, batch: StepBatch, seed: int, step: int, items: Tensor) -> list[Tensor]:
         micro_batches = []

@@ -84,6 +84,7 @@ def test_a_resumed_run_may_change_what_leaves_its_weights_and_samples():
         ("adapter.rank", "model update"),
         ("parallel.split", "rounding"),
         ("parallel.replicas", "rounding"),
+        ("parallel.context", "rounding"),
         ("task.of_ones_own", "unknown"),
     ],
 )

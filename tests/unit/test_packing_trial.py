@@ -25,7 +25,7 @@ class Alone:
     def __init__(self):
         self.device, self.progress, self.num_processes, self.collate_packed = torch.device("cpu"), Progress(), 1, None
         self.accelerator = type("Accelerator", (), {"mixed_precision": "no"})()
-        self.precision = "no"
+        self.precision, self.together = "no", 1
 
     def tried(self, model, trial):
         return trial(model)
