@@ -65,6 +65,9 @@ class Embeddings(TextTask, BatchLossTask):
     """Factor of the similarities in the loss: 1 / temperature. 20 is usual."""
     symmetric: bool = False
     """Whether the loss is the mean of that of finding each anchor's positive and that of finding each positive's anchor."""
+    matryoshka_dims: list[int] = key(list, ge=1)
+    """Widths to which embeddings may be cut later, such as [384, 128, 32]: the loss is the sum of those of embeddings that are cut
+    to them, and evaluations report each. []: the loss of the whole embeddings."""
     mask_duplicates: bool = True
     """Whether to leave out in-batch negatives that are none: texts equal to the anchor's positive, and positives of equal
     anchors."""
@@ -82,7 +85,8 @@ class Embeddings(TextTask, BatchLossTask):
     @property
     def metric_directions(self) -> dict[str, Direction | None]:  # type: ignore[override]  # depends on score_column
         names = ["spearman"] if self.score_column is not None else [*(f"recall_at_{k}" for k in RECALL_AT), "mrr_at_10"]
-        return directions(*names)
+        whole = directions(*names)
+        return whole | {f"{name}_dim_{dim}": whole[name] for dim in self.matryoshka_dims for name in (names[0], names[-1])}
 
     @property
     def sample_fields(self) -> Sequence[str]:
@@ -174,7 +178,11 @@ class Embeddings(TextTask, BatchLossTask):
     # Model and loss
 
     def build_model(self) -> PreTrainedModel:
-        return prepared(super().build_model(), self.model)
+        model = prepared(super().build_model(), self.model)
+        width = model.config.get_text_config().hidden_size
+        if too_wide := [dim for dim in self.matryoshka_dims if dim > width]:
+            raise ConfigError(f"task.matryoshka_dims: {too_wide[0]} is more than the model's width, {width}.")
+        return model
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
         return {name: batch[name] for name in ("input_ids", "attention_mask")}
@@ -195,9 +203,14 @@ class Embeddings(TextTask, BatchLossTask):
         return target["texts"]
 
     def batch_losses(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        from torch.nn.functional import normalize
+
         from hftune.tasks.contrastive import ranking_losses
 
-        return ranking_losses(embeddings, labels, self.scale, self.symmetric, self.mask_duplicates)
+        options = labels, self.scale, self.symmetric, self.mask_duplicates
+        if not self.matryoshka_dims:
+            return ranking_losses(embeddings, *options)
+        return sum(ranking_losses(normalize(embeddings[..., :dim], dim=-1), *options) for dim in self.matryoshka_dims)
 
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
         messages, count = super().notices(datasets, model), len(datasets.get("eval", ()))
@@ -231,16 +244,25 @@ class Embeddings(TextTask, BatchLossTask):
         vectors_BKD, texts_BK = (np.stack([row.pop(name) for row in rows]) for name in ("vectors", "texts"))
         with torch.no_grad():
             loss = self.batch_losses(torch.from_numpy(vectors_BKD), torch.from_numpy(texts_BK)).double().mean().item()
-        similarities_B = (vectors_BKD[:, 0] * vectors_BKD[:, 1]).sum(1)
-        for row, similarity in zip(rows, similarities_B.tolist(), strict=True):
-            row["similarity"] = similarity
-        if self.score_column is not None:
-            return {"loss": loss, "spearman": spearman(similarities_B.astype(float), np.array([row["score"] for row in rows]))}
-        found = rank_positives(vectors_BKD[:, 0], vectors_BKD[:, 1], texts_BK[:, 0].tolist(), texts_BK[:, 1].tolist())
-        for row, rank, nearest in zip(rows, found.ranks_N.tolist(), found.nearest_N.tolist(), strict=True):
-            row |= {"rank": rank, "nearest": nearest, "error": 1 - 1 / rank}
-        recalls = {f"recall_at_{k}": recall_at(found.ranks_N, k) for k in RECALL_AT}
-        return {"loss": loss, **recalls, "mrr_at_10": mrr_at(found.ranks_N, 10)}
+        texts, metrics = [texts_BK[:, 0].tolist(), texts_BK[:, 1].tolist()], {"loss": loss}
+        for dim in (None, *self.matryoshka_dims):
+            pairs_BKD, suffix = vectors_BKD[:, :2, :dim], "" if dim is None else f"_dim_{dim}"
+            pairs_BKD = pairs_BKD if dim is None else pairs_BKD / np.linalg.norm(pairs_BKD, axis=-1, keepdims=True)
+            similarities_B = pairs_BKD.prod(1).sum(1)
+            if dim is None:
+                for row, similarity in zip(rows, similarities_B.tolist(), strict=True):
+                    row["similarity"] = similarity
+            if self.score_column is not None:
+                scores_B = np.array([row["score"] for row in rows])
+                metrics[f"spearman{suffix}"] = spearman(similarities_B.astype(float), scores_B)
+                continue
+            found = rank_positives(pairs_BKD[:, 0], pairs_BKD[:, 1], *texts)
+            if dim is None:
+                for row, rank, nearest in zip(rows, found.ranks_N.tolist(), found.nearest_N.tolist(), strict=True):
+                    row |= {"rank": rank, "nearest": nearest, "error": 1 - 1 / rank}
+            recalls = {f"recall_at_{k}{suffix}": recall_at(found.ranks_N, k) for k in RECALL_AT[: None if dim is None else 1]}
+            metrics |= {**recalls, f"mrr_at_10{suffix}": mrr_at(found.ranks_N, 10)}
+        return metrics
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows with the beginning of both texts, and that of the document that is most similar to the anchor."""

@@ -10,6 +10,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import (
     CachedMultipleNegativesRankingLoss,
     CachedMultipleNegativesSymmetricRankingLoss,
+    MatryoshkaLoss,
 )
 
 import hftune
@@ -35,10 +36,10 @@ def quick(*overrides):
     return recipe
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_loss_and_gradient_are_those_of_sentence_transformers(tmp_path, symmetric):
+@pytest.mark.parametrize(("symmetric", "dims"), [(False, []), (True, []), (False, [32, 12, 5])])
+def test_loss_and_gradient_are_those_of_sentence_transformers(tmp_path, symmetric, dims):
     recipe = quick(*NO_DROPOUT, "task.negative_columns=[negative]", PREFIXES, f"task.symmetric={symmetric}", "task.scale=15")
-    recipe.task.mask_duplicates = False  # it has no such thing
+    recipe.task.mask_duplicates, recipe.task.matryoshka_dims = False, dims  # it has no such mask
     task, datasets = recipe.task, load_datasets(recipe)
     model = build_model(recipe)
     task.save(model, tmp_path)
@@ -53,7 +54,8 @@ def test_loss_and_gradient_are_those_of_sentence_transformers(tmp_path, symmetri
     columns = [("ask ", "query"), ("tell ", "answer"), ("tell ", "negative")]
     features = [theirs.preprocess([prefix + row[name] for row in rows]) for prefix, name in columns]
     kind = CachedMultipleNegativesSymmetricRankingLoss if symmetric else CachedMultipleNegativesRankingLoss
-    loss = kind(theirs, scale=15.0, mini_batch_size=4)(features, None)
+    compare = kind(theirs, scale=15.0, mini_batch_size=4)
+    loss = (MatryoshkaLoss(theirs, compare, dims) if dims else compare)(features, None)
     loss.backward()
     assert len(batch.plan) == 4
     assert report.loss == pytest.approx(loss.item(), rel=1e-6)
@@ -61,7 +63,7 @@ def test_loss_and_gradient_are_those_of_sentence_transformers(tmp_path, symmetri
     trained = {name: value.grad for name, value in model.named_parameters() if value.requires_grad}
     assert len(wanted) - len(trained) == 2  # the pooler, which is frozen
     for name, gradient in trained.items():
-        torch.testing.assert_close(gradient, wanted[name].grad, rtol=1e-4, atol=1e-7, msg=name)
+        torch.testing.assert_close(gradient, wanted[name].grad, rtol=1e-4, atol=5e-6 if dims else 1e-7, msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +102,23 @@ def test_with_scores_it_reports_spearman_instead_of_recall(trained):
     assert {*trained.metrics} == {"loss", "spearman"} and -1 <= trained.metrics["spearman"] <= 1
     row = json.loads((trained.output_dir / "predictions.jsonl").read_text().splitlines()[3])
     assert row["score"] == 3 and row["anchor"] == few_questions("eval")[3]["query"]
+
+
+def test_embeddings_that_were_trained_to_be_cut_are_scored_cut(tmp_path):
+    dims, name = "task.matryoshka_dims=[32,8]", "recall_at_1_dim_8"
+    result = train(quick(dims, f"eval.metric={name}", "task.pooling=cls", f"output_dir={tmp_path / 'out'}"))
+    assert {f"recall_at_1{cut}" for cut in ("", "_dim_32", "_dim_8")} < {*result.metrics} and result.best["metric"] == name
+    assert result.metrics["mrr_at_10"] == result.metrics["mrr_at_10_dim_32"]  # that is the model's width
+    theirs = SentenceTransformer(str(tmp_path / "out" / "model"), device="cpu", truncate_dim=8)
+    rows = few_questions("eval")
+    queries, answers = (
+        theirs.encode([row[column] for row in rows], normalize_embeddings=True) for column in ("query", "answer")
+    )
+    first = (queries @ answers.T).argmax(1)
+    hits = [rows[place]["answer"] == row["answer"] for place, row in zip(first, rows, strict=True)]
+    assert result.metrics[name] == pytest.approx(sum(hits) / len(hits), abs=1e-6)
+    with pytest.raises(ConfigError, match=r"^task.matryoshka_dims: 33 is more than the model's width, 32"):
+        build_model(quick("task.matryoshka_dims=[33]"))
 
 
 @pytest.mark.parametrize(
