@@ -96,8 +96,13 @@ def format_value(value: Any) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value, such as a metric, is a single number, and not true or false."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Return whether a value, such as a metric, is a single number that a float can hold, and not true or false."""
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1000)
+
+
+def cut(text: str, length: int) -> str:
+    """Return a text, its end left out if it has more characters."""
+    return text if len(text) <= length else f"{text[: length - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def type_problem(hint: Any, value: Any, default: Any = None) -> str:

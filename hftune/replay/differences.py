@@ -14,8 +14,9 @@ import numpy as np
 from hftune.batch_plan import BatchPlan
 from hftune.config import reference
 from hftune.config.keys import Effect, effects
+from hftune.errors import cut
 from hftune.replay.ledger import LedgerRecord, stretches
-from hftune.replay.run_record import cut, flat, plain
+from hftune.replay.run_record import flat, plain
 
 NOTHING: frozenset[Effect] = frozenset()
 RATE, UPDATE, ROUNDING = frozenset({Effect.LR}), frozenset({Effect.UPDATE}), frozenset({Effect.ROUNDING})

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from scipy.special import bdtr, stdtrit
 
+from hftune.errors import is_number
 from hftune.replay.ledger import LedgerRecord
-from hftune.replay.run_record import RunRecord, is_number, mapping
+from hftune.replay.run_record import RunRecord, mapping
 from hftune.tracking.jsonl import lines_of
 
 COVERAGE = 0.95

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from hftune.errors import is_number
 from hftune.secrecy import without_secrets
 from hftune.tracking.jsonl import lines_of, read_object
 
@@ -23,8 +24,6 @@ MAX_ROWS = 200_000
 """Rows of predictions.jsonl that are looked through for the largest errors: more would hold up the training."""
 FIRST_ROWS, WORST_ROWS = 8, 25
 """Rows that are kept."""
-MAX_TEXT_LENGTH = 600
-"""Characters of a text that are shown."""
 MATRIX, PER_CLASS = "confusion_matrix", "per_class"
 Points = tuple[list[int], list[float | None]]
 """Steps and values."""
@@ -156,11 +155,6 @@ def read_log(path: Path) -> Log:
 def mapping(value: Any) -> dict[str, Any]:
     """Return a JSON object as it is, and anything else as an empty one: files may come from elsewhere."""
     return value if isinstance(value, dict) else {}
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value can be drawn as a point."""
-    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1000)
 
 
 @dataclass
@@ -300,8 +294,3 @@ def flat(values: Any, prefix: str = "") -> dict[str, Any]:
 def plain(value: Any) -> str:
     """Return any value on one line, as JSON has it; a text as it is."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def cut(text: str, length: int = MAX_TEXT_LENGTH) -> str:
-    """Return a text, its end left out if it is too long."""
-    return text if len(text) <= length else f"{text[: length - 1]}\N{HORIZONTAL ELLIPSIS}"

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from hftune.replay.run_record import is_number, plain
+from hftune.errors import is_number
+from hftune.replay.run_record import plain
 
 SHORT_TEXT = 40
 """Characters of a text that has room beside others on a phone."""

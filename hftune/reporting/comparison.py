@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hftune.errors import cut, is_number
 from hftune.metrics.records import record_of
 from hftune.replay.comparison import compare
 from hftune.replay.findings import Finding, findings, remarks
-from hftune.replay.run_record import RunRecord, cut, flat, is_number, plain
+from hftune.replay.run_record import RunRecord, flat, plain
 from hftune.reporting.blocks import Cell, Section, bullets, code, figure, section, table, text
 from hftune.reporting.confusion import confusion
 from hftune.reporting.sections import curves_section, lower_first, notices

@@ -17,7 +17,8 @@ from jinja2 import Environment, PackageLoader
 
 from hftune.atomic import write_text
 from hftune.checkpoints.run_folder import REPORT
-from hftune.replay.run_record import cut, plain, read_run, run_names
+from hftune.errors import cut
+from hftune.replay.run_record import plain, read_run, run_names
 from hftune.reporting.blocks import number
 from hftune.reporting.charts import chart_data, make_charts
 from hftune.reporting.comparison import comparison_sections

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hftune.errors import cut, is_number
 from hftune.metrics.records import place_of, record_of
-from hftune.replay.run_record import RunRecord, cut, flat, is_number, mapping
+from hftune.replay.run_record import RunRecord, flat, mapping
 from hftune.reporting.blocks import (
     Block,
     Cell,

@@ -22,10 +22,10 @@ import numpy as np
 from hftune.checkpoints.output_dir import TrainResult
 from hftune.config import Recipe
 from hftune.config.recipe import flat
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, cut, is_number
 from hftune.secrecy import without_secrets
 from hftune.tracking.backend import EarlierRun, Status, TrackerBackend
-from hftune.tracking.console import is_number, note, warning
+from hftune.tracking.console import note, warning
 from hftune.tracking.lane import reason
 
 if TYPE_CHECKING:
@@ -215,12 +215,12 @@ class MlflowRun(TrackerBackend):
         """Record recipe and facts as parameters; one that has changed since the run began, as a tag of that name."""
         from mlflow.entities import Param, RunTag
 
-        track, values = self.recipe.track, {_clean(name): _cut(value) for name, value in values.items()}
+        track, values = self.recipe.track, {_clean(name): cut(value, MAX_VALUE) for name, value in values.items()}
         new = [Param(name, value) for name, value in values.items() if name not in self._params]
         tags = {name: value for name, value in values.items() if self._params.get(name, value) != value}
         tags |= {_clean(name): "true" for name in track.tags}  # MLflow's are names with values
         known = {"group": track.group, "mlflow.note.content": track.notes}
-        tags |= {name: _cut(value) for name, value in known.items() if value}
+        tags |= {name: cut(value, MAX_VALUE) for name, value in known.items() if value}
         listed = [RunTag(name, value) for name, value in tags.items()]
         for start in range(0, max(len(new), len(listed)), MAX_BATCH):
             batch = slice(start, start + MAX_BATCH)
@@ -260,7 +260,7 @@ class MlflowRun(TrackerBackend):
 
     def alert(self, title: str, text: str, level: str) -> None:
         """Set a tag for the last event of a level; MLflow itself sends no messages."""
-        self.client.set_tag(self.run_id, f"alert.{level}", _cut(f"{title}: {text}"))
+        self.client.set_tag(self.run_id, f"alert.{level}", cut(f"{title}: {text}", MAX_VALUE))
 
     def upload(self) -> None:
         """Send the best value, which a run that goes on for a killed one may lack, files, and models."""
@@ -316,7 +316,3 @@ class MlflowRun(TrackerBackend):
 
 def _clean(name: str) -> str:
     return re.sub(r"[^\w.\-/ :]", "_", name)  # MLflow refuses the others
-
-
-def _cut(value: str) -> str:
-    return value if len(value) <= MAX_VALUE else f"{value[: MAX_VALUE - 1]}…"
