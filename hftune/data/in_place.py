@@ -171,13 +171,16 @@ class RowGroups:
         self.schema = ipc.read_schema(pa.py_buffer(found["schema"].tobytes()))
 
     def read(self, rows_N: np.ndarray, columns: pa.Schema) -> pa.Table:
-        tables, groups_N = [], np.searchsorted(self.starts, rows_N, side="right") - 1
+        batches, groups_N = [], np.searchsorted(self.starts, rows_N, side="right") - 1
         for group in np.unique(groups_N).tolist():
             with self.blocks.get(*self.block(group, columns.names)[:2]) as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            table = ipc.open_file(pa.py_buffer(mapped)).read_all()
-            tables.append(table.take(rows_N[groups_N == group] - self.starts[group]))
-        return pa.concat_tables(tables)
+            start = self.starts[group]
+            for batch in ipc.open_file(pa.py_buffer(mapped)).read_all().to_batches():  # one for each 2 GiB of a column
+                stop = start + len(batch)
+                batches.append(batch.take(rows_N[(start <= rows_N) & (rows_N < stop)] - start))
+                start = stop
+        return pa.Table.from_batches(batches)
 
     def block(self, part: int, names: Sequence[str]) -> Block:
         fetch = partial(self._read_group, part, [*names])

@@ -8,6 +8,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import fsspec
@@ -439,3 +440,13 @@ def test_a_part_that_was_read_and_made_room_is_not_fetched_again_by_a_thread_tha
     while "d.block" not in made and time.monotonic() < until:
         time.sleep(0.01)
     assert made == ["a.block", "b.block", "c.block", "d.block"]
+
+
+def test_a_row_group_of_more_text_than_one_array_of_arrow_can_hold(tmp_path, monkeypatch):
+    rows = opened("parquet", written(tmp_path, "parquet", rows_of(6))).select_columns(["text"])
+    bytes_N = np.zeros(2**30 + 1, np.uint8)  # takes no memory before it is written to
+    bounds = pa.py_buffer(np.array([0, 1, len(bytes_N) - 1, len(bytes_N)], np.int32))
+    text = pa.StringArray.from_buffers(3, bounds, pa.py_buffer(bytes_N))
+    table = pa.table({"text": pa.chunked_array([text, text])})
+    monkeypatch.setattr(in_place.ipc, "open_file", lambda _: SimpleNamespace(read_all=lambda: table))
+    assert rows[[5, 0, 3, 2]]["text"] == ["\0"] * 4
