@@ -13,7 +13,7 @@ Source: Fedus et al., "Switch Transformers" (2021), equations 4 to 6, for all la
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ ARGUMENTS = ("gate_logits", "num_experts", "top_k", "attention_mask")
 
 
 class LoadBalancing:
-    """What a model's routers did in its last forward pass in training mode, and the loss that follows."""
+    """What a model's routers did in a forward pass in training mode, as its outputs say, and the loss that follows."""
 
     def __init__(self, model: PreTrainedModel):
         """Let hftune balance the experts of a model, and not the model itself any more.
@@ -46,42 +46,37 @@ class LoadBalancing:
                 "experts, or none that hftune knows. Set task.model_config.output_router_logits=false."
             )
         self.coefficient, self.top_k = float(model.router_aux_loss_coef), int(model.num_experts_per_tok)
-        self._logits: Sequence[Tensor] = ()
-        """(N, E) of each layer."""
         model.config.output_router_logits = False
         model.base_model.register_forward_pre_hook(self._ask, with_kwargs=True)
-        model.base_model.register_forward_hook(self._keep)
 
     def _ask(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, "output_router_logits": module.training}
 
-    def _keep(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        self._logits = outputs.router_logits if module.training else ()
-
     @torch.no_grad()
-    def choices(self, batch: dict[str, Any]) -> Tensor:
+    def choices(self, outputs: Any, batch: dict[str, Any]) -> Tensor:
         """Return how often real tokens chose each expert, and, as the last number, how many rows they were: (E + 1,)."""
         counts = []
-        for probabilities_NE, real_N1 in self._routed(batch):
+        for probabilities_NE, real_N1 in _routed(outputs, batch):
             chosen_NE = torch.zeros_like(probabilities_NE).scatter_(1, probabilities_NE.topk(self.top_k).indices, 1.0)
             counts.append(torch.cat([(chosen_NE * real_N1).sum(0), real_N1.sum(0)]))
         return torch.stack(counts).sum(0)
 
-    def loss(self, batch: dict[str, Any], choices: Tensor) -> Tensor:
+    def loss(self, outputs: Any, batch: dict[str, Any], choices: Tensor) -> Tensor:
         """Return what these tokens add to the step's loss, times the coefficient: a scalar. ``choices``: of the whole step."""
-        sums = [(probabilities_NE * real_N1).sum(0) for probabilities_NE, real_N1 in self._routed(batch)]
-        sums_E, self._logits = torch.stack(sums).sum(0), ()
+        sums = [(probabilities_NE * real_N1).sum(0) for probabilities_NE, real_N1 in _routed(outputs, batch)]
+        sums_E = torch.stack(sums).sum(0)
         return self.coefficient * len(sums_E) * ((choices[:-1] / choices[-1] ** 2).to(sums_E.dtype) @ sums_E)
 
-    def _routed(self, batch: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the probabilities of each layer, (N, E), and 1 for real tokens and 0 for padding, (N, 1).
 
-        The mask of a batch tells, whether or not the model is given it; without one all tokens are real.
-        """
-        mask_BT = batch.get("attention_mask")
-        for logits_NE in self._logits:
-            probabilities_NE = (logits_NE if logits_NE.dtype == torch.float64 else logits_NE.float()).softmax(-1)
-            real_N1 = probabilities_NE.new_ones(len(probabilities_NE), 1)
-            if mask_BT is not None and mask_BT.numel() == len(real_N1):
-                real_N1 = mask_BT.reshape(-1, 1).to(real_N1.dtype)
-            yield probabilities_NE, real_N1
+def _routed(outputs: Any, batch: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the probabilities of each layer, (N, E), and 1 for real tokens and 0 for padding, (N, 1).
+
+    The mask of a batch tells, whether or not the model is given it; without one all tokens are real.
+    """
+    mask_BT = batch.get("attention_mask")
+    for logits_NE in outputs.router_logits:
+        probabilities_NE = (logits_NE if logits_NE.dtype == torch.float64 else logits_NE.float()).softmax(-1)
+        real_N1 = probabilities_NE.new_ones(len(probabilities_NE), 1)
+        if mask_BT is not None and mask_BT.numel() == len(real_N1):
+            real_N1 = mask_BT.reshape(-1, 1).to(real_N1.dtype)
+        yield probabilities_NE, real_N1

@@ -47,6 +47,7 @@ class ScoredOutput(ModelOutput):
     """Each of them, (B, T), 0 where there is no target; only without gradient, as in evaluations."""
     past_key_values: Any = None
     encoder_last_hidden_state: Tensor | None = None
+    router_logits: Any = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,8 @@ def install(model: nn.Module, at_once: int | None = None) -> Callable[[], None]:
             handle.remove()
             undo()
         (loss_sum,) = sums
-        rest = {name: getattr(outputs, name, None) for name in ("past_key_values", "encoder_last_hidden_state")}
+        others = ("past_key_values", "encoder_last_hidden_state", "router_logits")
+        rest = {name: getattr(outputs, name, None) for name in others}
         return ScoredOutput(loss_sum.view(()), losses_BT, **rest)
 
     return _set_forward(model, MethodType(forward, model))  # deepcopy binds it to the copy

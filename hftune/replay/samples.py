@@ -214,7 +214,7 @@ def batch_loss(replayer: Replayer, batch: StepBatch, step: int) -> float:
             for index, weight in enumerate(batch.weights):
                 outputs, inputs = strategy.compute_again(batch, index, replayer.recipe.seed, step - 1)
                 own[0] += weight * task.loss(outputs, task.target(inputs))
-                own[2] += 0 if balance is None else weight * balance(inputs)
+                own[2] += 0 if balance is None else weight * balance(outputs, inputs)
     loss, items, experts = strategy.sum(own).tolist()
     return loss / items + experts
 

@@ -207,7 +207,7 @@ class DataParallel(Strategy):
                     outputs = compute(self.sharding.wrapped, **arguments)
                 loss = loss_of(index, outputs, target) * part
                 if balance is not None:
-                    loss = loss + balance(inputs) * items.to(loss.dtype)
+                    loss = loss + balance(outputs, inputs) * items.to(loss.dtype)
                 scaled = loss * (scale * weight).to(loss.dtype)
                 if is_last:
                     self.times.end_computing_after(scaled)
@@ -238,8 +238,8 @@ class DataParallel(Strategy):
         cached = cached_losses(task, batch, embeddings, labels, self.sum)
         return lambda index, outputs, target: cached(index, task.embed(outputs, target))
 
-    def balance(self, batch: StepBatch, seed: int, step: int) -> Callable[[dict[str, Any]], Tensor] | None:
-        """Return the function of a batch that returns what it, just computed, adds to the mean loss by its choice of experts.
+    def balance(self, batch: StepBatch, seed: int, step: int) -> Callable[[Any, dict[str, Any]], Tensor] | None:
+        """Return the function of outputs and batch that returns what these add to the mean loss by their choice of experts.
 
         That takes the choices of the whole step, so each micro-batch is computed twice, unless there is one per process. None:
         experts are not balanced. Collective.
@@ -252,11 +252,11 @@ class DataParallel(Strategy):
             return self.sum(torch.stack(weighted).sum(0))
 
         if len(batch.plan) <= self.num_processes:
-            return lambda inputs: balancing.loss(inputs, over_step([balancing.choices(inputs)]))
+            return lambda *computed: balancing.loss(*computed, over_step([balancing.choices(*computed)]))
         with torch.no_grad(), self._statistics.micro_batch(0):
-            each = [balancing.choices(self.compute_again(batch, index, seed, step)[1]) for index in range(len(batch.mine))]
+            each = [balancing.choices(*self.compute_again(batch, index, seed, step)) for index in range(len(batch.mine))]
         of_step = over_step(each)
-        return lambda inputs: balancing.loss(inputs, of_step)
+        return lambda *computed: balancing.loss(*computed, of_step)
 
     @torch.no_grad()
     def embed(self, task: BatchLossTask, batch: StepBatch, seed: int, step: int) -> tuple[list[Tensor], list[Tensor]]:

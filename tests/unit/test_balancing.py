@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -170,6 +171,23 @@ def test_evaluations_and_exports_have_no_router_logits():
     ids = torch.tensor([[5, 6, 7]])
     assert len(model.train()(ids).router_logits) == 3 and not model.eval()(ids).router_logits
     assert not model.config.output_router_logits
+
+
+class TooLarge(Texts):
+    def loss(self, outputs: object, target: Tensor) -> Tensor:
+        raise RuntimeError("CUDA out of memory.")
+
+
+def test_a_trial_that_does_not_fit_leaves_no_graph_in_memory():
+    strategy, saved = prepared(TooLarge(), packed=False), list[ref[Tensor]]()
+
+    def kept(value: Tensor) -> Tensor:
+        saved.append(ref(own := value.detach()))
+        return own
+
+    with torch.autograd.graph.saved_tensors_hooks(kept, lambda value: value):
+        assert not strategy.fits(TooLarge().datasets()["train"], np.arange(4))
+    assert saved and all(value() is None for value in saved)
 
 
 # What is refused
