@@ -49,7 +49,8 @@ class Blocks(Sequence):
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 
     def share_of(self, token: int) -> float:
-        return float((self.stream == token).mean())
+        parts = np.array_split(self.stream, 1 + len(self.stream) // 2**22)  # all together may not fit into memory
+        return sum(int(np.count_nonzero(part == token)) for part in parts) / len(self.stream)
 
     def contents(self) -> dict[str, np.ndarray]:
         """Return the content to hash; see hftune.data.digest. Its names are hashed, too: checkpoints hold the digest."""

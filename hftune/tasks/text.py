@@ -114,8 +114,12 @@ class TextTask(DatasetTask):
         if self.bad_rows == "skip" and (not self.prepares_as_needed or self.prepare == "all"):
             why = f"unlike task.prepare={self.prepare}" if self.prepares_as_needed else f"which {type(self).__name__} cannot"
             yield f"task.bad_rows=skip prepares rows as they are needed, {why}."
-        if self.prepare == "as_needed" and not self.prepares_as_needed:
-            yield f"task.prepare=as_needed is not for {type(self).__name__}, whose samples are no single rows. Use all or auto."
+        if not self.prepares_as_needed:
+            whose = f"is not for {type(self).__name__}, whose samples are no single rows"
+            if self.prepare == "as_needed":
+                yield f"task.prepare=as_needed {whose}. Use all or auto."
+            if self.shuffle_window is not None:
+                yield f"task.shuffle_window={self.shuffle_window} {whose}. Set it to null."
 
     def model_problems(self) -> Iterator[str]:
         """Yield what is wrong with the keys that name the model."""

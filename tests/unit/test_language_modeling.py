@@ -2,6 +2,7 @@
 
 import math
 import re
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -115,6 +116,15 @@ def test_unknown_words_are_told_by_their_share(task):
     assert made.notices(made.datasets(), None)[-1] == "Tokens that are <unk>: 53.3% of train, 53.3% of eval."
 
 
+def test_the_share_of_a_token_takes_little_memory():
+    stream = np.zeros(2**24, np.int32)
+    stream[:: 2**20] = 7
+    tracemalloc.start()
+    share, (_, most) = Blocks(stream, 2**10).share_of(7), tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert share == 2**-20 and most < 2**23
+
+
 @pytest.mark.parametrize("config", [OWN, GPT2, LLAMA], ids=["transformer_lm", "gpt2", "llama"])
 def test_no_token_sees_a_later_one_and_padding_changes_no_loss(task, config):
     """Through the task: its batches, its inputs, its loss."""
@@ -193,6 +203,7 @@ def test_model_without_a_maximum_of_positions_reads_the_whole_text(task, monkeyp
         ("task.model=openai-community/gpt2", "task.tokenizer=words builds a vocabulary that does not fit"),
         ("task.tokenizer=./nowhere", "task.tokenizer=./nowhere: there is no such folder."),
         ("task.tokenizer=openai-community/gpt2; task.vocab_size=100", "has an effect only with task.tokenizer=words"),
+        ("task.shuffle_window=100", "is not for LanguageModeling, whose samples are no single rows. Set it to null."),
         ("task.block_length=0", "task.block_length=0 must be at least 1."),
         ("task.model_config=null", "task.model=null builds a new model: set task.model_config.model_type (such as gpt2)"),
         ("task.dataset=text; task.data_files={train: x.txt, eval: x.txt, tset: x.txt}", "Keys of task.data_files: "),
