@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _SPACE = re.compile(r" (?=\S)(?<=\S )")
 """A single space between two characters that are none."""
-REMEMBERED = 2**17
-"""Pieces that are remembered, at most, but for those of one batch: some 30 MB."""
+REMEMBERED = 2**20
+"""Characters of pieces that are remembered, at most, but for those of one batch: some 30 MB."""
 _NORMALIZERS = {"BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "StripAccents"}
 """To which text on one side of such a space does not matter to the other."""
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -34,6 +34,7 @@ class Pieces:
         self._tokenizer, self._backend = tokenizer, tokenizer.backend_tokenizer
         self._cut = cutter(self._backend)
         self._known: dict[str, bytes] = {}
+        self._size = 0  # in characters
 
     def ids(self, texts: Sequence[str]) -> list[bytes]:
         """Return the ids of each text, as the bytes of int32."""
@@ -43,11 +44,11 @@ class Pieces:
         if self._cut is None:
             return self._encoded(texts)
         cut = [*map(self._cut, texts)]
-        known = self._known if len(self._known) < REMEMBERED else {}  # a new one: another thread may be reading
+        known, size = (self._known, self._size) if self._size < REMEMBERED else ({}, 0)  # new: another thread may be reading
         later = [pieces[1:] for pieces in cut]
         new = [piece for piece in dict.fromkeys(chain.from_iterable(later)) if piece not in known]
         known.update(zip(new, self._encoded([f" {piece}" for piece in new]), strict=True))
-        self._known = known
+        self._known, self._size = known, size + sum(map(len, new))
         firsts = self._encoded([pieces[0] for pieces in cut])
         return [b"".join([first, *map(known.__getitem__, rest)]) for first, rest in zip(firsts, later, strict=True)]
 

@@ -73,6 +73,14 @@ def test_ids_and_what_is_cut_are_those_of_the_tokenizer(name, monkeypatch):
             assert [[*map(int, row)] for row in ids] == expected["input_ids"] and cut == cut_expected
 
 
+def test_long_pieces_are_not_remembered_without_end(monkeypatch):
+    monkeypatch.setattr(pieces, "REMEMBERED", 1000)
+    found = pieces_of(MADE["BERT"]())
+    for number in range(100):
+        found.ids([f"a {'b' * 100}{number}"])
+        assert sum(map(len, found._known)) < 1200
+
+
 def test_word_is_tokenized_once_and_texts_of_one_word_or_none_have_their_special_tokens():
     tokenizer = MADE["BERT"]()
     found, asked = pieces_of(tokenizer), []
