@@ -24,15 +24,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
 """What to install for a protocol."""
-AT_ONCE: dict[str, Any] = {"max_concurrency": 2}
+FRESH: dict[str, Any] = {"use_listings_cache": False}
+AT_ONCE: dict[str, Any] = {**FRESH, "max_concurrency": 2}
 """Parts of 50 MB. By default there are ten at a time, and an upload takes a gigabyte of memory (s3fs 2026.9, measured)."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "file": {"auto_mkdir": True},
     "local": {"auto_mkdir": True},
     "s3": AT_ONCE,
     "s3a": AT_ONCE,
+    "sftp": {},
+    "ssh": {},
 }
-"""What a file system is given."""
+"""What a file system is given, if not FRESH: sftp passes it on to what does not know it."""
 FOR_GOOD = (FileNotFoundError, PermissionError, ImportError, ValueError, TypeError)
 """Errors that no second attempt mends; the network is none of them."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -98,7 +101,7 @@ def file_system(address: str, **options: Any) -> tuple[AbstractFileSystem, str]:
     """
     from fsspec.core import url_to_fs
 
-    return url_to_fs(address, **{"use_listings_cache": False, **OPTIONS.get(address.partition(":")[0], {}), **options})
+    return url_to_fs(address, **{**OPTIONS.get(address.partition(":")[0], FRESH), **options})
 
 
 def get_file(address: str, file: Path, **options: Any) -> None:

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import sys
 import threading
 import time
 from functools import partial
@@ -251,6 +252,27 @@ def test_options_and_patterns_are_for_fsspec(tmp_path):
 
 
 # What is kept
+
+
+def test_a_server_of_ssh_is_given_the_options_that_it_knows(monkeypatch):
+    asked = []
+
+    class SSHClient:
+        def set_missing_host_key_policy(self, policy):
+            pass
+
+        def connect(self, host, port=22, username=None, password=None):
+            asked.append((host, username, password))
+
+        def open_sftp(self):
+            pass
+
+    known = {"SSHClient": SSHClient, "MissingHostKeyPolicy": type("MissingHostKeyPolicy", (), {})}
+    policies = dict.fromkeys(("AutoAddPolicy", "WarningPolicy", "RejectPolicy"), object)
+    monkeypatch.setitem(sys.modules, "paramiko", SimpleNamespace(**known, **policies))
+    monkeypatch.delitem(sys.modules, "fsspec.implementations.sftp", raising=False)
+    _, path = addresses.file_system("sftp://me@host/data/rows.jsonl", password="x")
+    assert path == "/data/rows.jsonl" and asked == [("host", "me", "x")]
 
 
 def test_parts_that_are_needed_last_make_room(tmp_path):
