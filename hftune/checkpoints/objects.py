@@ -193,11 +193,18 @@ def patiently(action: Callable[[], T], place: Place) -> T:
     Raises:
         ConfigError: it is in vain, for the reason that it names.
     """
-    result: Future[T] = Future()
+    result, failed = Future[T](), list[Exception]()
+
+    def once() -> T:
+        try:
+            return action()
+        except Exception as error:  # each attempt of a library may take a while, and time be up before the last
+            failed.append(error)
+            raise
 
     def attempt() -> None:
         try:
-            result.set_result(addresses.patiently(action, place.named, keys=KEYS))
+            result.set_result(addresses.patiently(once, place.named, keys=KEYS))
         except BaseException as error:
             result.set_exception(error)
 
@@ -206,6 +213,8 @@ def patiently(action: Callable[[], T], place: Place) -> T:
     while time.monotonic() < place.moved_at + START_S:
         with suppress(TimeoutError):
             return result.result(0.1)
+    if failed:
+        raise ConfigError(addresses.what_is_wrong(place.named, failed[-1], KEYS)) from failed[-1]
     raise ConfigError(f"{place.named} does not answer. Check the network and the endpoint.")
 
 

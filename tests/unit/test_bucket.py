@@ -608,6 +608,16 @@ def test_a_library_that_waits_for_ever_is_not_waited_for(here, monkeypatch):
     assert time.monotonic() < began + 10
 
 
+def test_why_attempts_failed_is_said_although_there_is_no_time_for_all(here, monkeypatch):
+    def refused(*_, **__):
+        raise ConnectionError("Could not connect")
+
+    monkeypatch.setattr(type(MEMORY), "cat_file", refused)
+    monkeypatch.setattr(addresses, "FIRST_WAIT_S", 60.0)
+    with pytest.raises(ConfigError, match=r"cannot be reached: ConnectionError: Could not connect\. Check the network"):
+        here.claim()
+
+
 def test_what_is_forbidden_is_found_before_training_and_by_the_doctor(address, monkeypatch):
     check_bucket("outputs/a_folder")
     check_bucket(address)
