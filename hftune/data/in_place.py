@@ -448,7 +448,7 @@ def open_in_place(kind: str, patterns: Sequence[str], options: Mapping[str, Any]
 
     Raises:
         SourceError: a file is not there, or cannot be read.
-        DataError: the files have different columns.
+        DataError: the files have different columns, or one of a type that datasets does not know.
     """
     if kind not in READERS or any("::" in pattern for pattern in patterns):
         return None
@@ -466,7 +466,12 @@ def open_in_place(kind: str, patterns: Sequence[str], options: Mapping[str, Any]
     if not readers:
         return None
     schema = _same_columns(kind, [(name, reader.schema) for name, reader in opened if reader.starts[-1]])
-    features = datasets.Features.from_arrow_schema(schema)
+    try:
+        features = datasets.Features.from_arrow_schema(schema)
+    except ValueError as error:  # such as Spark's maps, which datasets cannot convert either
+        raise DataError(
+            f"{opened[0][0]} cannot be read: {str(error).rstrip('.')}. Leave this column out, or convert it."
+        ) from error
     return RowsInPlace([(reader, {name: name for name in features}) for reader in readers], features)
 
 

@@ -376,6 +376,15 @@ def test_values_that_do_not_fit_to_other_data_sets_are_refused_with_their_file(t
         rows.cast(datasets.Features(label=datasets.Value("int32"))).read()
 
 
+def test_a_column_of_a_type_that_datasets_does_not_know_is_refused_with_its_file(tmp_path):
+    table = pa.table({"text": ["a"], "counts": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))})
+    parquet.write_table(table, tmp_path / "spark.parquet")
+    with pytest.raises(
+        DataError, match=r"spark\.parquet cannot be read: Arrow type map<.*\. Leave this column out, or convert"
+    ):
+        opened("parquet", str(tmp_path / "spark.parquet"))
+
+
 def test_files_of_one_name_in_two_folders_are_two(tmp_path, monkeypatch):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
