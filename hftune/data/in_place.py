@@ -50,7 +50,7 @@ class Reader(Protocol):
     starts: np.ndarray
     """First row of each part that is read as one, and the number of all rows."""
     size: int
-    """In bytes."""
+    """In bytes, not compressed."""
     schema: pa.Schema
     key: Any
     """What the rows depend on."""
@@ -164,10 +164,11 @@ class RowGroups:
     is_fetched = True
 
     def __init__(self, file: File, blocks: Blocks):
-        self.file, self.blocks, self.size, self.key = file, blocks, file.size, ["row groups", *file.key]
+        self.file, self.blocks, self.key = file, blocks, ["row groups", *file.key]
         self._footer: parquet.FileMetaData | None = None
         found = cached_arrays(self.key, self._read_footer)
         self.starts, self._sizes = found["starts"], found["sizes"]
+        self.size = int(self._sizes.sum())
         self.schema = ipc.read_schema(pa.py_buffer(found["schema"].tobytes()))
 
     def read(self, rows_N: np.ndarray, columns: pa.Schema) -> pa.Table:
