@@ -172,12 +172,13 @@ class LanguageModeling(TokenTask):
 
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
         from hftune.data import notices
+        from hftune.data.digest import cached_row_hashes, content_digest
 
         messages = [*notices.ignored_splits(self), *notices.held_out(self, notices.num_rows(self.rows["train"])[1])]
         messages += self.mixture_notices(datasets["train"])
         messages += notices.left_out({split: (len(blocks), blocks.total) for split, blocks in datasets.items()}, "blocks")
-        inputs = {split: (block["input_ids"] for block in blocks) for split, blocks in datasets.items()}
-        messages += notices.shared(inputs, "blocks")
+        hashes = {split: cached_row_hashes(blocks, content_digest(blocks)) for split, blocks in datasets.items()}
+        messages += notices.shared(hashes, "blocks")
         tokens = self.text_tokenizer
         if tokens.unk_token_id not in (None, tokens.eos_token_id):
             shares = {split: blocks.share_of(tokens.unk_token_id) for split, blocks in datasets.items()}

@@ -15,6 +15,7 @@ from benchmarks.ngrams import bigram_perplexity, unigram_perplexity
 from hftune import ConfigError, DataError, Recipe
 from hftune.config.recipe import flat
 from hftune.config.shipped_files import recipe_path
+from hftune.data import digest
 from hftune.data.blocks import Blocks
 from hftune.data.word_tokenizer import train_words, word_tokenizer
 from hftune.tasks.language_modeling import LanguageModeling
@@ -114,6 +115,15 @@ def test_fewer_blocks_are_drawn_once_and_stay_in_order():
 def test_unknown_words_are_told_by_their_share(task):
     made = task(vocab_size=4)
     assert made.notices(made.datasets(), None)[-1] == "Tokens that are <unk>: 53.3% of train, 53.3% of eval."
+
+
+def test_blocks_are_hashed_by_the_first_start_alone(task, monkeypatch):
+    monkeypatch.setattr(digest, "MIN_CACHED_ROWS", 1)
+    made = task(block_length=3)
+    said = made.notices(made.datasets(), None)
+    for name in ("__getitem__", "contents_by_row"):
+        monkeypatch.setattr(Blocks, name, None)
+    assert made.notices(made.datasets(), None) == said and "blocks in the eval split are also in the train split" in said[-2]
 
 
 def test_the_share_of_a_token_takes_little_memory():
