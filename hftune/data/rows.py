@@ -179,10 +179,10 @@ def load_files(
     Raises:
         DataError: they cannot be loaded, hold texts that are not UTF-8, or rows of a csv file have been lost.
     """
+    if any(file.lower().partition("?")[0].endswith(".zst") for file in files) and find_spec("zstandard") is None:
+        raise DataError(f"{source} is compressed with zstd. To read it: pip install zstandard")
     if any("://" in file and "::" not in file for file in files):
         files = [downloaded(File.found(file, options or {})) for file in find_files(files, options or {})]
-    if any(file.lower().endswith(".zst") for file in files) and find_spec("zstandard") is None:
-        raise DataError(f"{source} is compressed with zstd. To read it: pip install zstandard")
     if kind == "excel":
         kind, files = "parquet", [excel_file(source, files, sheet)]
     if kind not in ("csv", "tsv"):

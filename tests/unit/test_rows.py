@@ -252,8 +252,11 @@ def test_zip_files_and_files_elsewhere_are_read(tmp_path):
 def test_missing_package_for_zstd_is_named(tmp_path, monkeypatch, name):
     monkeypatch.setattr("hftune.data.rows.find_spec", lambda name: None)
     (tmp_path / name).write_bytes(b"\x28\xb5\x2f\xfd")
-    with pytest.raises(DataError, match=rf"{name} is compressed with zstd\. To read it: pip install zstandard$"):
-        load_split(Source(files={"train": str(tmp_path / name)}), "train")
+    with Web({name: b""}) as web:
+        for path in (tmp_path / name, f"{web.address}/{name}?x=1"):
+            with pytest.raises(DataError, match=rf"{name}(\?x=1)? is compressed with zstd\. To read it: pip install zstandard$"):
+                load_split(Source(files={"train": str(path)}), "train")
+        assert not web.asked  # it is not downloaded before
 
 
 def test_tar_files_of_webdataset_are_rows_of_images(tmp_path):
