@@ -52,6 +52,12 @@ class Collectives:
         """Return, on all processes, whether ``flag`` is true on any of them."""
         return bool(self.sum(torch.tensor(float(flag), device=self.device)))
 
+    def least(self, values: list[int]) -> list[int]:
+        """Return the least of each of some integers over all processes, from CPU to CPU: nobody waits for a GPU."""
+        least = torch.tensor(values)
+        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=self._from_cpu_to_cpu())
+        return least.tolist()
+
     def gather_to_main(self, rows: list, at_once: int = 1000) -> list | None:
         """Return all processes' rows, in process order, on the main process; None elsewhere.
 
@@ -61,20 +67,24 @@ class Collectives:
         """
         if self.num_processes == 1:
             return rows
-        if not self._has_host_group:  # NCCL would pickle the objects of all processes into the main one's GPU memory at once
-            if torch.distributed.get_backend() != "gloo":
-                self._host_group = torch.distributed.new_group(backend="gloo", timeout=timedelta(hours=1))
-            self._has_host_group = True
+        group = self._from_cpu_to_cpu()  # NCCL would pickle the objects of all into the main process's GPU memory at once
         counts: list[Any] = [None] * self.num_processes
-        torch.distributed.all_gather_object(counts, len(rows), group=self._host_group)
+        torch.distributed.all_gather_object(counts, len(rows), group=group)
         gathered: list[list] = [[] for _ in counts]
         for start in range(0, max(counts), at_once):
             slices: list[Any] | None = [None] * self.num_processes if self.is_main else None
-            torch.distributed.gather_object(rows[start : start + at_once], slices, group=self._host_group)
+            torch.distributed.gather_object(rows[start : start + at_once], slices, group=group)
             for all_rows, some_rows in zip(gathered, slices or (), strict=False):
                 all_rows.extend(some_rows)
             self.progress.tick()
         return [row for all_rows in gathered for row in all_rows] if self.is_main else None
+
+    def _from_cpu_to_cpu(self) -> Any:
+        if not self._has_host_group:
+            if torch.distributed.get_backend() != "gloo":
+                self._host_group = torch.distributed.new_group(backend="gloo", timeout=timedelta(hours=1))
+            self._has_host_group = True
+        return self._host_group
 
     def on_main(self, function: Callable[[], Any]) -> Any:
         """Run ``function`` on the main process and return its value on all. If it fails, all processes fail at once.

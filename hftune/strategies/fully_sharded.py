@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import AutocastKwargs, send_to_device
+from accelerate.utils import AutocastKwargs
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -35,8 +35,8 @@ from hftune.optim.muon import Muon
 from hftune.strategies.averages import part_here
 from hftune.strategies.base import NOTHING_ASKED, Asks, StepBatch, Strategy
 from hftune.strategies.data_parallel import DataParallel
+from hftune.strategies.on_demand import OnDemand
 from hftune.strategies.optimizer_state import check_optimizer, options_of
-from hftune.strategies.seeds import seed_forward
 from hftune.strategies.sharding import Piece, Sharding, start_equal
 from hftune.strategies.whole_model import absent_model, materialize, meta_copy, tied_parameters
 from hftune.task import Task
@@ -52,11 +52,12 @@ class FullySharded(DataParallel):
     reduced and scattered at once. A block is a member of an ``nn.ModuleList``, such as a transformer's layer; a model without
     any is gathered as a whole.
 
-    - Each forward pass is collective. So all processes get equally many micro-batches of a step or an evaluation, dummies
-      included, and of similar cost.
-    - A task's ``predictions`` may use the model, as generation does, and not equally often on all processes. The first time
-      that one does, the evaluation starts again, and this and all later ones run on a full copy: each process then holds all
-      weights (float32) in addition to its shards, as under DDP.
+    - Each forward pass of a step is collective. So all processes get equally many micro-batches, dummies included, and of
+      similar cost.
+    - In an evaluation, processes need not compute equally much, nor generate texts of equal lengths: see ``OnDemand``. A task
+      of one's own may also use the model otherwise than by calling it. The first time that it does, the evaluation starts
+      again, and this and all later ones run on a full copy: each process then holds all weights (float32) in addition to its
+      shards, as under DDP.
     - Weights are gathered in float32, and autocast does what it does under DDP: the losses are the same. With
       ``train.fsdp_gather=bf16``, what autocast would round is rounded before it is sent: see ``gathered_in_bf16``.
     - Of a pretrained model, each process reads its own parts from the files, if ``build.may_leave_weights``. Any other model is
@@ -80,9 +81,8 @@ class FullySharded(DataParallel):
         # Autocast would keep every weight that it has rounded until the end of a forward pass: 2 bytes of each on each process.
         accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
         self.sharding = ShardedWeights(accelerator, self, gather, replicas)
-        self._absent = absent_model(lambda: setattr(self, "_asked_for_model", True))
-        self._asked_for_model = self._needs_model = False
-        """Whether the task has used the model in an evaluation: on this process, and on any."""
+        self._needs_model = False
+        """Whether the task has used the model in an evaluation, on any process, in other ways than calling it."""
 
     def tried(self, model: nn.Module, trial: Callable[[nn.Module], Any]) -> Any:
         if not vars(model).get("unread"):  # each process has all of it
@@ -94,6 +94,10 @@ class FullySharded(DataParallel):
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().prepare(model, optimizer)
         self.model = self.sharding.meta_model
+        self._on_demand = OnDemand(self.sharding.model, self)
+        lent = absent_model(lambda: setattr(self._on_demand, "fails", True), self.sharding.model)
+        self._lent = self.sharding.model if is_ours(self.task, "predictions", "sample_images") else lent
+        """What the task is given in an evaluation. Its author may not know that only calls make weights whole."""
 
     def notices(self) -> list[str]:
         parameters, blocks = [*self.sharding.model.parameters()], self.sharding.blocks
@@ -121,63 +125,43 @@ class FullySharded(DataParallel):
     def evaluation_batches(
         self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
     ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
+        def ends() -> bool:
+            self._on_demand.stops |= should_stop()
+            return self._on_demand.stops or self._on_demand.fails
+
         if not self._needs_model:
-            part = self.assign(micro_batches, together=1)
-            loaded = self.evaluated(dataset, part.mine, num_workers)
-            with self._evaluating_shards():
-                for micro_batch, weight in zip(part.mine, part.weights, strict=True):
-                    if not self._all_go_on(should_stop()):
-                        break
-                    self.progress.samples(micro_batch.samples)
-                    batch = send_to_device(next(loaded), self.device, non_blocking=True)
-                    if weight:
-                        seed_forward(0, 0, micro_batch.index, self.device)
-                        yield micro_batch, batch
-                    else:
-                        self.forward(batch)
-                else:
-                    self._all_go_on(should_stop())
+            yield from super().evaluation_batches(dataset, micro_batches, num_workers, ends)
+            self._needs_model = self._on_demand.fails
             if self._needs_model and self.is_main:
                 name = type(self.task).__name__
                 print(f"note: FSDP: {name} uses the model for its predictions. Evaluations gather it as a whole.", flush=True)
         if self._needs_model:
             yield from super().evaluation_batches(dataset, micro_batches, num_workers, should_stop)
 
-    def _all_go_on(self, stop: bool) -> bool:
-        """Return whether no process was asked to stop or needs the model, equal on all. Collective."""
-        flags = torch.tensor([float(stop), float(self._asked_for_model)], device=self.device)
-        num_stopped, num_asking = self.sum(flags).tolist()
-        self._needs_model = num_asking > 0
-        return num_stopped == num_asking == 0
-
-    @contextmanager
-    def _evaluating_shards(self) -> Iterator[None]:
-        self.model = self._absent
-        try:
-            with super().evaluating():
-                yield
-        finally:
-            # FSDP keeps the weights of no block after a forward pass, for a backward pass. They would be used again after the
-            # shards have changed.
-            for module in self.sharding.model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
-            self.model = self.sharding.meta_model
-
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        self.sharding.share_statistics()
-        self.model = self.sharding.whole_copy().eval()
         try:
-            yield
+            if self._needs_model:
+                self.sharding.share_statistics()
+                self.model = self.sharding.whole_copy().eval()
+                yield
+            else:
+                self.model = self._lent
+                with super().evaluating(), self._on_demand.gathering():
+                    yield
         finally:
-            self.model = self.sharding.meta_model  # frees the weights
+            self.model = self.sharding.meta_model  # frees the weights of a copy
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
-        if self.model is not self._absent:
-            return super().forward(batch)
         with torch.no_grad():
-            return self.sharding.wrapped(**self.evaluation_inputs(batch))
+            return (self.model if self._needs_model else self.sharding.model)(**self.evaluation_inputs(batch))
+
+
+def is_ours(task: Task, *methods: str) -> bool:
+    """Say whether a task has these methods from a class of hftune's."""
+    kinds = type(task).__mro__
+    found = (next((kind for kind in kinds if method in vars(kind)), Task) for method in methods)
+    return all(kind.__module__.startswith("hftune.") for kind in found)
 
 
 class ShardedWeights(Sharding):

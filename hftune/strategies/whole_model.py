@@ -44,11 +44,23 @@ class ModelNeeded(BaseException):
 USES = ("__getattribute__", "__setattr__", "__call__", "__getitem__", "__iter__", "__len__", "__bool__", "__contains__")
 
 
-def absent_model(note: Callable[[], None]) -> Any:
-    """Return what takes the place of the model: any use of it, even ``isinstance``, calls ``note`` and raises ModelNeeded."""
+CALLS = ("generate", "config", "generation_config", "device", "dtype")
+"""What a task that calls a model needs besides; none of it reads weights."""
+
+
+def absent_model(note: Callable[[], None], model: nn.Module | None = None) -> Any:
+    """Return what takes the place of the model: any use of it, even ``isinstance``, calls ``note`` and raises ModelNeeded.
+
+    Args:
+        model: is called instead, and gives what is in CALLS.
+    """
 
     def use(*args: Any, **kwargs: Any) -> NoReturn:
         note()
         raise ModelNeeded("the whole model is used here, which this process has not gathered")
 
-    return type("AbsentModel", (), dict.fromkeys(USES, use))()
+    uses: dict[str, Any] = dict.fromkeys(USES, use)
+    if model is not None:
+        uses["__getattribute__"] = lambda _, name: getattr(model, name) if name in CALLS else use()
+        uses["__call__"] = lambda _, *args, **kwargs: model(*args, **kwargs)
+    return type("AbsentModel", (), uses)()

@@ -96,9 +96,8 @@ def test_gathers_in_bf16_change_no_loss(runs):
     same(runs["fsdp gathers bf16"], runs["fsdp bf16"], rel=1e-7)
 
 
-def test_only_tasks_that_use_the_model_in_evaluations_gather_a_whole_copy(runs):
-    copied = {name for name, run in runs.items() if run.has_copied}
-    assert copied == {"fsdp prefix_lm", "fsdp encoder_decoder"}
+def test_no_task_of_hftune_gathers_a_whole_copy(runs):
+    assert not {name for name, run in runs.items() if run.has_copied}
 
 
 def test_evaluations_score_every_sample_in_its_place(runs):
@@ -208,6 +207,7 @@ IN_FLOAT64 = {
     "dropout": ("task.dropout=0.3", "train.epochs=1", "eval.batch_size=4"),  # two processes evaluate twice, two once
     "whole": ("train.micro_batch_size=12", "train.clip_norm=null", "train.epochs=1"),
     "statistics": (f"recipe={SUPPORT / 'trapped.yaml'}", "task.trap=running statistics"),
+    "weights": (f"recipe={SUPPORT / 'trapped.yaml'}", "task.trap=weights that are read"),
 }
 
 
@@ -224,10 +224,11 @@ def test_tasks_without_transformers_are_equal_to_rounding_in_float64(on_four, na
     same(on_four[f"fsdp {name}"], on_four[f"ddp {name}"], rel=1e-13)
 
 
-def test_a_task_that_uses_the_model_on_one_process_alone_gets_it(on_four):
-    assert {name for name, run in on_four.items() if run.has_copied} == {"fsdp statistics"}
-    again, given = ([row[name] for row in on_four["fsdp statistics"].predictions] for name in ("again", "given"))
-    assert again == given
+@pytest.mark.parametrize("name", ["statistics", "weights"])
+def test_a_task_of_ones_own_calls_the_model_on_shards_and_reads_weights_of_a_copy(on_four, name):
+    assert on_four[f"fsdp {name}"].has_copied == (name == "weights")  # which one process alone reads
+    again, given, draws = ([row[key] for row in on_four[f"fsdp {name}"].predictions] for key in ("again", "given", "draw"))
+    assert again == given and draws == [row["draw"] for row in on_four[f"ddp {name}"].predictions]
 
 
 def test_running_statistics_are_those_of_ddp(on_four):

@@ -190,6 +190,8 @@ class Trapped(Task):
 
     def predictions(self, outputs: Tensor, model: nn.Module, batch: dict[str, Tensor]) -> list[dict[str, Any]]:
         """What the model itself says, what was given, and a random draw, as sampling makes it."""
+        if self.trap == "weights that are read" and os.environ.get("RANK") == "1":
+            assert model.last.weight.isfinite().all()
         again, draws = model(batch["x"]), torch.rand(len(outputs))
         return [
             {"again": a, "given": b, "draw": c}

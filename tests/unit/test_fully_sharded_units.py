@@ -88,3 +88,15 @@ def test_any_use_of_an_absent_model_is_noted_and_passes_handlers_of_errors(use):
         except Exception:
             pytest.fail("the task would go on without a model")
     assert noted == [use]
+
+
+def test_what_is_called_may_be_asked_for_its_settings_and_for_no_weight():
+    noted, config = [], GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=10, n_positions=4)
+    model = GPT2LMHeadModel(config).eval()
+    lent, ids = absent_model(lambda: noted.append("use"), model), torch.ones(1, 2, dtype=torch.long)
+    assert torch.equal(lent(ids).logits, model(ids).logits) and lent.config is model.config and lent.device.type == "cpu"
+    assert torch.equal(lent.generate(ids, max_new_tokens=1, do_sample=False)[:, :2], ids) and not noted
+    for use in (lambda: lent.lm_head, lambda: list(lent.parameters()), lambda: isinstance(lent, nn.Module)):
+        with pytest.raises(ModelNeeded):
+            use()
+    assert len(noted) == 3
