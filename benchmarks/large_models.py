@@ -1,13 +1,13 @@
 """Measure the memory of each process where no process holds the whole model: under FSDP, on CPUs.
 
-    python benchmarks/large_models.py [--only load checkpoint export] [--processes 2 4]
+    python benchmarks/large_models.py [--only load checkpoint export generation] [--processes 2 4]
 
 load: from the start of building a pretrained model until the first step could be taken. checkpoint: while one is written, of
-the weights alone. export: while the model is written for ``from_pretrained``. Goal: no process has more anonymous memory than
-its share of the weights and 1.5 GiB, interpreter included; when it saves, its share twice, as a CPU trains on while the copy is
-written. The pages of the model's files, which the machine can
-drop, are not counted (RssAnon in /proc, looked at every 5 ms; Linux only). The processes have MALLOC_MMAP_THRESHOLD_=1048576 in
-their environment: otherwise glibc keeps much of the weights that FSDP frees after each layer.
+the weights alone. export: while the model is written for ``from_pretrained``. generation: while processes continue texts, not
+equally many, as in an evaluation. Goal: no process has more anonymous memory than its share of the weights and 1.5 GiB,
+interpreter included; when it saves, its share twice, as a CPU trains on while the copy is written. The pages of the model's
+files, which the machine can drop, are not counted (RssAnon in /proc, looked at every 5 ms; Linux only). The processes have
+MALLOC_MMAP_THRESHOLD_=1048576 in their environment: otherwise glibc keeps much of the weights that FSDP frees after each layer.
 
 The model is a decoder like Llama of 1.2 billion float32 weights, drawn at random and saved in several files. It is trained on
 blocks of 35 tokens, so that the memory is the model's.
@@ -31,14 +31,14 @@ from typing import Any
 from contest import start
 from record import parse_options, print_table, save
 
-MODES = {"load": 1, "checkpoint": 2, "export": 2}
+MODES = {"load": 1, "checkpoint": 2, "export": 2, "generation": 1}
 """What is measured, and how often a process has its share of the weights then."""
 ALLOWED_MIB = 1536
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 """What ``accelerate launch --config_file accelerate_configs/fsdp.yaml`` puts into the environment, as far as it matters."""
 FIELDS = {"num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 64}
 WORDS = ("task.block_length=35", "task.dataset=hftune.data.demo:paragraphs", "task.max_train_samples=200")
-WORDS = (*WORDS, "task.max_eval_samples=20", "train.batch_size=16", "train.log_every=1")
+WORDS = (*WORDS, "task.generation={max_new_tokens: 4}", "task.max_eval_samples=20", "train.batch_size=16", "train.log_every=1")
 
 
 def main() -> None:
@@ -119,6 +119,8 @@ def recipe_of(*words: str) -> Any:
 
 def measure(options: argparse.Namespace) -> None:
     """Be one of the processes: write down peak and seconds."""
+    import torch
+
     from hftune.build import build, choose_strategy
     from hftune.checkpoints.checkpointer import Checkpointer
     from hftune.checkpoints.export import export
@@ -150,6 +152,9 @@ def measure(options: argparse.Namespace) -> None:
             elif mode == "export":
                 model = sharding.unwrap(folder)
                 strategy.on_main(lambda: export(recipe.task, model, folder / "exported"))
+            elif mode == "generation":
+                with torch.no_grad(), strategy.evaluating():
+                    recipe.task.predict(strategy.model, recipe.task.example_inputs()[strategy.process_index % 2 :])
         found = {"peak": max(peaks), "seconds": time.perf_counter() - began}
     Path(f"{options.result}-{os.environ['RANK']}").write_text(json.dumps(found))
 

@@ -205,14 +205,18 @@ def total_steps(config: TrainConfig, plan: BatchPlan) -> int:
     return steps if config.max_steps is None else min(steps, config.max_steps)
 
 
+def is_sharded() -> bool:
+    """Say whether the processes of this job share out the weights, as FSDP does."""
+    return asks_for_fsdp() and ProcessInfo.from_environment().world_size > 1
+
+
 def may_leave_weights(recipe: Recipe) -> bool:
     """Say whether to leave a pretrained model's weights in the files until it is sharded.
 
     Not where anything may look at them earlier, or change them: a user's task, weights of one's own, DoRA.
     """
-    is_sharded = asks_for_fsdp() and ProcessInfo.from_environment().world_size > 1
     is_ours = type(recipe.task).__module__.startswith("hftune.")
-    return is_sharded and is_ours and own_weights(recipe) is None and recipe.adapter.type != "dora"
+    return is_sharded() and is_ours and own_weights(recipe) is None and recipe.adapter.type != "dora"
 
 
 def build_model(recipe: Recipe, notices: list[str] | None = None, leaves_weights: bool = False) -> nn.Module:
@@ -229,10 +233,10 @@ def build_model(recipe: Recipe, notices: list[str] | None = None, leaves_weights
     torch.manual_seed(recipe.seed)
     with ExitStack() as options:
         options.enter_context(load_options(recipe))
-        if leaves_weights:
+        if is_sharded():
             from hftune.models.pretrained import loading
 
-            options.enter_context(loading(unread=True))
+            options.enter_context(loading(sharded=True, unread=leaves_weights))
         model = recipe.task.build_model()
     if (path := own_weights(recipe)) is not None and torch.get_default_device().type != "meta":
         said = load_weights(model, path)
@@ -257,12 +261,16 @@ def build_model(recipe: Recipe, notices: list[str] | None = None, leaves_weights
         compile_model(model)
     else:
         replace_dropout(model)
-    if leaves_weights:
-        from hftune.models.unread import match_unread
-
-        if not match_unread(model) or any(map(has_running_statistics, model.modules())):
-            return build_model(recipe, notices)
+    if leaves_weights and not can_be_read(model):
+        return build_model(recipe, notices)
     return model
+
+
+def can_be_read(model: nn.Module) -> bool:
+    """Say whether a model whose weights were left in the files can be sharded without them; name those in ``unread``."""
+    from hftune.models.unread import match_unread
+
+    return match_unread(model) and not any(map(has_running_statistics, model.modules()))
 
 
 def balance_experts(recipe: Recipe, model: nn.Module) -> None:

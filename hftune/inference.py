@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from hftune.checkpoints.export import read
+from hftune.build import can_be_read, is_sharded, may_leave_weights
+from hftune.checkpoints.export import read, readable
 from hftune.checkpoints.run_folder import check_answers, open_run
 from hftune.config.recipe import Recipe, type_name
 from hftune.errors import ConfigError, DataError, first_line, message_of
@@ -93,3 +94,25 @@ def load_export(task: Task, folder: Path) -> nn.Module:
             f"{folder} cannot be loaded by {type_name(type(task))}: {first_line(error)}. The model is built without the data "
             "here. If build_model needs more than the task's fields, write save and load methods that keep it."
         ) from error
+
+
+def load_for_all(recipe: Recipe, folder: Path) -> nn.Module:
+    """Load a finished model on each process of a job: if they share out its weights, without these where that is possible.
+
+    They are then in the files, see ``hftune.models.unread``.
+
+    Raises:
+        ConfigError: as ``load_export``; or the weights cannot be shared out.
+    """
+    if not is_sharded():
+        return load_export(recipe.task, folder)
+    from hftune.models.adapter_files import is_adapter
+    from hftune.models.pretrained import loading
+
+    leaves_weights = may_leave_weights(recipe) and not is_adapter(readable(folder))  # whose base is compared by its weights
+    with loading(sharded=True, unread=leaves_weights):
+        model = load_export(recipe.task, folder)
+    if leaves_weights and not can_be_read(model):
+        with loading(sharded=True):
+            model = load_export(recipe.task, folder)
+    return model

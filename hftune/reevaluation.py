@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hftune.build import build_model, choose_strategy, load_datasets
+from hftune.build import build_model, choose_strategy, load_datasets, may_leave_weights
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, open_checkpoint
 from hftune.checkpoints.export import read_about
 from hftune.checkpoints.output_dir import check_base
@@ -22,10 +22,10 @@ from hftune.distributed.session import Session
 from hftune.errors import ConfigError
 from hftune.evaluation import Evaluation
 from hftune.evaluation import evaluate as evaluate_split
-from hftune.inference import load_export
+from hftune.inference import load_for_all
 from hftune.models.adapters import base_digest, has_adapter
 from hftune.optim import build_optimizer
-from hftune.settle import settle_head
+from hftune.settle import settle_head, unread_names
 from hftune.strategies.averages import averages_itself
 from hftune.strategies.base import Strategy
 from hftune.strategies.compilation import compile_model
@@ -87,16 +87,17 @@ def evaluate(
             except BrokenCheckpoint as error:
                 raise ConfigError(f"--checkpoint {checkpoint} is not a readable checkpoint: {error}.") from error
         # A finished model first: it brings its tokenizer along, which would otherwise be trained again.
-        built = load_export(recipe.task, model) if checkpoint is None else None
+        built = load_for_all(recipe, model) if checkpoint is None else None
         datasets = load_datasets(recipe)
         if split not in datasets:
             raise ConfigError(f"--split {split}: this recipe's data has no such split. It has: {', '.join(datasets)}.")
         if built is None:
-            built = build_model(recipe)
+            built = build_model(recipe, leaves_weights=may_leave_weights(recipe))
         elif recipe.train.compile:
             compile_model(built)
-        base = base_digest(built) if saved is not None and has_adapter(built) else None
         strategy = choose_strategy(session.join(), recipe, session.progress)
+        unread = unread_names(strategy, built)
+        base = base_digest(built) if saved is not None and has_adapter(built) and not unread else None
         session.at_end(strategy.end_workers)
         digests = session.compare(strategy, datasets, {})
         notices = settle_head(recipe, strategy, built, datasets[split], recipe.eval.batch_size)
@@ -104,6 +105,7 @@ def evaluate(
         # parameter groups may take for granted.
         strategy.prepare(built, torch.optim.SGD(built.parameters()) if checkpoint is None else build_optimizer(built, recipe))
         if checkpoint is not None:
+            base = strategy.sharding.base_digest() if unread else base
             load_weights(strategy, checkpoint, saved, digests, base)
         session.progress.stage("the evaluation")
         config = replace(recipe.eval, show_samples=show_samples)
@@ -114,7 +116,7 @@ def evaluate(
         step = read_about(model).get("step", 0) if saved is None else saved.step
     folder = str(model if checkpoint is None else checkpoint)
     score = Score(evaluation.metrics, folder, len(datasets[split]), strategy.num_processes, strategy.is_main, step, evaluation)
-    score.notices += notices
+    score.notices += [*notices, *strategy.notices()]
     return score
 
 

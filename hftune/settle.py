@@ -196,6 +196,21 @@ def settle_head(
     return [f"The logits of a micro-batch are computed all at once, because {reason}."]
 
 
+def unread_names(strategy: Strategy, model: nn.Module) -> list[str]:
+    """Return the names of the weights that are still in the files, the same on all processes. Collective.
+
+    Raises:
+        ConfigError: they are not the same.
+    """
+    unread = sorted(vars(model).get("unread", ()))
+    if strategy.any_process(unread != strategy.broadcast(unread)):
+        raise ConfigError(
+            "task.model: some processes can leave its weights in the files until they are shared out, and others cannot. Its "
+            "folder must hold the same safetensors files on all machines."
+        )
+    return unread
+
+
 def prepare(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     """Settle what only shows once the processes have joined, and hand model and optimizer to the strategy. Collective.
 
@@ -203,12 +218,7 @@ def prepare(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
         ConfigError: what is built does not fit these devices, or this number of processes.
     """
     model = parts.model
-    unread = sorted(vars(model).get("unread", ()))
-    if strategy.any_process(unread != strategy.broadcast(unread)):
-        raise ConfigError(
-            "task.model: some processes can leave its weights in the files until they are shared out, and others cannot. Its "
-            "folder must hold the same safetensors files on all machines."
-        )
+    unread = unread_names(strategy, model)
     base = None
     if strategy.is_main and not unread and has_adapter(model):
         base = base_digest(model)  # before a first forward pass, by which a CPU may lay out weights of 4 bits in another shape

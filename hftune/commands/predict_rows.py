@@ -28,6 +28,7 @@ from torch import nn
 from hftune import __version__
 from hftune.atomic import atomic_path, write_lines, write_text
 from hftune.batch_plan import BatchPlan, MicroBatch, balance
+from hftune.build import choose_strategy
 from hftune.checkpoints.export import readable
 from hftune.commands.predict_data import ABOUT, Job, flat, output_columns, output_rows, parts_folder
 from hftune.config import ParallelConfig, TrackConfig
@@ -36,7 +37,8 @@ from hftune.distributed.collectives import Collectives
 from hftune.distributed.consistency import check_same, fingerprint
 from hftune.distributed.session import Session
 from hftune.errors import ConfigError, DataError, TrainingError
-from hftune.inference import load_export
+from hftune.inference import load_for_all
+from hftune.settle import unread_names
 from hftune.tracking.console import Bar, duration, is_terminal, note, short
 from hftune.tracking.jsonl import read_object, strict_json
 
@@ -64,10 +66,10 @@ def predict_rows(job: Job) -> bool:
     recipe = replace(recipe, train=replace(recipe.train, fsdp_gather="float32", mixed_precision=precision))
     with Session(recipe) as session:
         session.progress.stage("loading the model")
-        model = load_export(recipe.task, job.model)
-        group = Collectives(session.join(), session.progress)
+        model = load_for_all(recipe, job.model)
+        group = choose_strategy(session.join(), recipe, session.progress)
         check_same(group, fingerprint(recipe) | {"data": {f"--data {job.table.name}": job.table.digest}})
-        model.to(group.device).eval()
+        unread_names(group, model)
         parts = Parts(job)
         if group.is_main:
             for sentence in job.notices:
@@ -75,11 +77,13 @@ def predict_rows(job: Job) -> bool:
         waiting = group.on_main(parts.open)
         meter = Meter(group.is_main, len(job.table), len(job.table) - sum(map(len, waiting)))
         try:
-            for part in waiting:
-                session.progress.stage(f"predicting rows {part.start} to {part.stop - 1}")
-                rows = predict_part(job, model, part, group, meter)
-                gathered = group.gather_to_main(rows)
-                group.on_main(partial(parts.write, part, gathered or ()))
+            with group.predicting(model) as (usable, finish):
+                for part in waiting:
+                    session.progress.stage(f"predicting rows {part.start} to {part.stop - 1}")
+                    rows = predict_part(job, usable, part, group, meter)
+                    finish()
+                    gathered = group.gather_to_main(rows)
+                    group.on_main(partial(parts.write, part, gathered or ()))
         finally:
             meter.close()
         session.progress.stage(f"writing {job.output}")

@@ -97,7 +97,8 @@ def refuse_unknown(keys: Iterable[str], known: Iterable[str], kind: str, section
 def loading(**options: Any) -> Iterator[None]:
     """Let ``load_model`` hand these to ``from_pretrained``, such as a dtype other than float32, whatever task calls it.
 
-    ``unread=True`` lets it leave the weights in the files, if it can: see ``load_unread``.
+    ``unread=True`` lets it leave the weights in the files, if it can: see ``load_unread``. ``sharded=True`` has it refuse those
+    that cannot be sharded.
     """
     token = _OPTIONS.set({**_OPTIONS.get(), **options})
     try:
@@ -115,10 +116,16 @@ def load_model(auto_class: Any, model: str | None, config: PreTrainedConfig, com
     initialized from torch's global generator. On ``torch.device("meta")``, as in ``hftune plan``, no weights are read.
 
     Raises:
-        ConfigError: there is no such model, or its body, not only its head, has different sizes or fewer layers.
+        ConfigError: there is no such model, or its body, not only its head, has different sizes or fewer layers; or it has
+            to be sharded and cannot be.
     """
     options = {"dtype": torch.float32, **_OPTIONS.get()}
-    is_unread = options.pop("unread", False)
+    is_unread, is_sharded = options.pop("unread", False), options.pop("sharded", False)
+    if is_sharded and (options.get("quantization_config") or getattr(config, "quantization_config", None)) is not None:
+        raise ConfigError(
+            f"task.model={model} has weights of 8 or 4 bits (quantization_config), which FSDP cannot shard. Launch without "
+            "FSDP, or name the model that it was made from."
+        )
     dtype = _OPTIONS.get().get("dtype") if model is None else options["dtype"]
     if model is None or torch.get_default_device().type == "meta":
         try:

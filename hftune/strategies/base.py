@@ -212,6 +212,17 @@ class Strategy(Collectives, ABC):
         finally:
             self.sharding.wrapped.train()
 
+    @contextmanager
+    def predicting(self, model: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], None]]]:
+        """Within ``with``, let this process use a finished model for itself, as often as it likes.
+
+        Instead of ``prepare``. Collective.
+
+        Yields:
+            The model in evaluation mode, and a function that all have to call before they do anything together. Collective.
+        """
+        yield model.to(self.device).eval(), lambda: None
+
     @abstractmethod
     def forward(self, batch: dict[str, Tensor]) -> Any:
         """Return the outputs for one of ``evaluation_batches``, without gradient. To be called once for each of them."""

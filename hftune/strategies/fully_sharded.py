@@ -132,9 +132,8 @@ class FullySharded(DataParallel):
         if not self._needs_model:
             yield from super().evaluation_batches(dataset, micro_batches, num_workers, ends)
             self._needs_model = self._on_demand.fails
-            if self._needs_model and self.is_main:
-                name = type(self.task).__name__
-                print(f"note: FSDP: {name} uses the model for its predictions. Evaluations gather it as a whole.", flush=True)
+            if self._needs_model:
+                self._say(f"FSDP: {type(self.task).__name__} reads the model itself. Evaluations gather it as a whole.")
         if self._needs_model:
             yield from super().evaluation_batches(dataset, micro_batches, num_workers, should_stop)
 
@@ -151,6 +150,22 @@ class FullySharded(DataParallel):
                     yield
         finally:
             self.model = self.sharding.meta_model  # frees the weights of a copy
+
+    def _say(self, sentence: str) -> None:
+        if self.is_main:
+            print(f"note: {sentence}", flush=True)
+
+    @contextmanager
+    def predicting(self, model: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], None]]]:
+        if is_ours(self.task, "predict"):
+            self.prepare(model, torch.optim.SGD(model.parameters()))
+            self._say(self.notices()[0])
+            with self.evaluating():
+                yield self.sharding.model, self._on_demand.finish
+        else:
+            self._say(f"FSDP: {type(self.task).__name__}.predict is your own: each process has the whole model for it.")
+            with super().predicting(model) as whole:
+                yield whole
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
         with torch.no_grad():

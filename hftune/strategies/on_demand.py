@@ -44,17 +44,20 @@ class OnDemand:
         root.unshard()  # its weights belong to no part that is called by itself
         root._is_fsdp_managed_module = False  # or transformers would have all processes generate equally many tokens
         hooks = [
-            unit.register_forward_pre_hook(partial(self._before, index), prepend=True)
-            for index, unit in enumerate(self.units)
+            unit.register_forward_pre_hook(partial(self._before, index), prepend=True) for index, unit in enumerate(self.units)
         ]
         try:
             yield
-            self._meet(NONE)
+            self.finish()
         finally:
             for hook in hooks:
                 hook.remove()
             root._is_fsdp_managed_module = True
             self.release()
+
+    def finish(self) -> None:
+        """Take part in what the others need, until all have computed everything. Collective."""
+        self._meet(NONE)
 
     def release(self) -> None:
         """Free what has been gathered. Local.

@@ -106,8 +106,9 @@ def test_evaluations_score_every_sample_in_its_place(runs):
     assert [row["probability"] for row in rows] == pytest.approx([row["probability"] for row in expected], abs=1e-5)
 
 
-def test_an_evaluation_stops_on_all_processes_and_a_resumed_run_is_the_same(runs, tmp_path):
-    words = (f"recipe={SUPPORT / 'next_token.yaml'}", "task.type=tests.support.tasks.StoppedWhileEvaluated", "resume=auto")
+@pytest.mark.parametrize("kind", ["StoppedWhileEvaluated", "StoppedWhileGenerating"])
+def test_an_evaluation_stops_on_all_processes_and_a_resumed_run_is_the_same(runs, tmp_path, kind):
+    words = (f"recipe={SUPPORT / 'next_token.yaml'}", f"task.type=tests.support.tasks.{kind}", "resume=auto")
     words = (*words, "eval.batch_size=2", f"output_dir={tmp_path}/out")
     done = Command(2, *words, **FSDP)
     assert done.returncode != 0

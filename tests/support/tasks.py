@@ -203,6 +203,14 @@ class Trapped(Task):
 
 
 @dataclass
+class Weighed(SequenceClassification):
+    """Says of each text what the head weighs."""
+
+    def predict(self, model: nn.Module, inputs: list[str]) -> list[dict[str, Any]]:
+        return [{"weight": float(model.classifier.weight.abs().sum())} for _ in inputs]
+
+
+@dataclass
 class SlowReviews(SequenceClassification):
     """A step after the third takes half a minute: the checks before training call the loss eight times, a step four times."""
 
@@ -513,6 +521,16 @@ class StoppedWhileEvaluated(NextToken):
             marker.touch()
             os.kill(os.getpid(), signal.SIGTERM)
         return super().predictions(outputs, model, batch)
+
+
+@dataclass
+class StoppedWhileGenerating(StoppedWhileEvaluated):
+    """The processes generate as well, and not equally much."""
+
+    def predictions(self, outputs: Any, model: nn.Module, batch: dict[str, Tensor]) -> list[dict[str, Any]]:
+        rows = super().predictions(outputs, model, batch)
+        model.generate(batch["input_ids"][:, :1], min_new_tokens=4, max_new_tokens=4 + 8 * int(os.environ["RANK"]))
+        return rows
 
 
 @dataclass

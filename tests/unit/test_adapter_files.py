@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from hftune import ConfigError, Recipe
+from hftune.build import build_model
 from hftune.checkpoints.export import base_of, export
 from hftune.commands.merge import check_output
 from hftune.config import AdapterConfig
@@ -239,6 +240,23 @@ def test_4_bits_are_refused_without_bitsandbytes_and_under_fsdp(monkeypatch):
     recipe = Recipe.load("yelp_demo", *REVIEWS, "train.micro_batch_tokens=4096")
     with pytest.raises(ConfigError, match=r"adapter.quantize=nf4 does not work under FSDP, which cannot shard weights of 4"):
         check_launcher(recipe)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_base_that_has_few_bits_in_its_files_is_refused_under_fsdp(tmp_path, monkeypatch, bits):
+    """Before a weight is read: the folder has none."""
+    quantized = {"quant_method": "bitsandbytes", f"load_in_{bits}bit": True}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "quantization_config": quantized}))
+    recipe = Recipe.load("yelp_demo")
+    recipe.task = SimpleNamespace(
+        build_model=lambda: load_model(transformers.AutoModelForCausalLM, str(tmp_path), load_config(str(tmp_path), {}))
+    )
+    for name, value in {**FSDP, "WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ConfigError, match=r"^task.model=.* has weights of 8 or 4 bits .* FSDP cannot shard. Launch without FSDP"
+    ):
+        build_model(recipe)
 
 
 def test_a_base_with_weights_that_its_files_lack_goes_along(tmp_path):
