@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from hftune.checkpoints.run_folder import open_run
+from hftune.inference import load_for_all
 from tests.support.runs import FSDP, SMALL, Command, train_on, write_jsonl
 
 FEW = ("train.max_steps=2", "train.batch_size=16", "train.micro_batch_tokens=400", "train.log_every=1", "eval.batch_size=4")
@@ -16,6 +18,8 @@ JOBS = {
     "sampled": ("recipe=seq2seq_demo", *FEW, f"task.model_config={T5}", "task.generation={num_beams: 2, do_sample: true}"),
 }
 
+ROUNDED = (*JOBS["beams"], "train.mixed_precision=bf16")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -24,23 +28,33 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    """Each job on one process, on two under DDP and FSDP, and on four under FSDP, by what and where."""
-    found = {(name, "alone"): run for name, run in train_on(1, JOBS, folder, "chats_demo").items()}
-    for count in (2, 4):
-        jobs = {f"{name} {way}": words for name, words in JOBS.items() for way in ("ddp", "fsdp")[count == 4 :]}
-        made = train_on(count, jobs, folder, "chats_demo", sharded=[name for name in jobs if name.endswith("fsdp")])
-        found |= {(name.split()[0], f"{name.split()[1]} {count}"): run for name, run in made.items()}
+    """Each job on one process, on two under DDP and FSDP, and on four under FSDP; by what, where and on how many."""
+    ways = {1: {"alone": ()}, 2: {"ddp": (), "fsdp": ()}, 4: {"fsdp": (), "replicas": ("parallel.replicas=2",)}}
+    found = {}
+    for count, more in ways.items():
+        jobs = {f"{name} {way}": (*words, *more[way]) for name, words in JOBS.items() for way in more}
+        if count == 2:
+            jobs |= {"rounded ddp": ROUNDED, "rounded fsdp": (*ROUNDED, "train.fsdp_gather=bf16")}
+        sharded = [name for name in jobs if name.split()[1] in ("fsdp", "replicas")]
+        made = train_on(count, jobs, folder, "chats_demo", sharded=sharded)
+        found |= {(*name.split(), count): run for name, run in made.items()}
     return found
 
 
-@pytest.mark.parametrize("where", ["ddp 2", "fsdp 2", "fsdp 4"])
+@pytest.mark.parametrize(("way", "count"), [("ddp", 2), ("fsdp", 2), ("fsdp", 4), ("replicas", 4)])
 @pytest.mark.parametrize("name", JOBS)
-def test_the_texts_are_those_of_one_process(runs, name, where):
-    run, alone = runs[name, where], runs[name, "alone"]
+def test_the_texts_are_those_of_one_process(runs, name, way, count):
+    run, alone = runs[name, way, count], runs[name, "alone", 1]
     texts, expected = ([row["generated"] for row in one.predictions] for one in (run, alone))
     assert texts == expected and len({*texts}) > 4
     assert run.logged("eval/loss") == pytest.approx(alone.logged("eval/loss"), rel=1e-5)
     assert not run.has_copied
+
+
+def test_gathers_in_bf16_change_no_text(runs):
+    """The parts of a block are gathered by themselves then, also while another process needs the block."""
+    texts, expected = ([row["generated"] for row in runs["rounded", way, 2].predictions] for way in ("fsdp", "ddp"))
+    assert texts == expected and len({*texts}) > 4
 
 
 def said_by(count, *words):
@@ -52,10 +66,10 @@ def said_by(count, *words):
 
 @pytest.mark.parametrize("name", ["chats", "beams"])
 def test_commands_evaluate_and_predict_on_shards(runs, tmp_path, name):
-    run, column = runs[name, "fsdp 2"], {"chats": "messages", "beams": "source"}[name]
+    run, column = runs[name, "fsdp", 2], {"chats": "messages", "beams": "source"}[name]
     rows = [{column: f"ann has {number} cups. how many{' of them' * (number % 3)}?"} for number in range(7)]
     table, answers = write_jsonl(tmp_path / "table.jsonl", rows), {}
-    for count in (1, 2, 4):
+    for count in (1, 2, 4) if name == "chats" else (1, 2):
         said = said_by(count, "evaluate", str(run.folder), "--output", f"{tmp_path}/score.json")
         assert ("note: FSDP: process 0 keeps" in said) == (count > 1)
         assert json.loads((tmp_path / "score.json").read_text())["metrics"] == pytest.approx(run.result["metrics"], rel=1e-5)
@@ -63,11 +77,20 @@ def test_commands_evaluate_and_predict_on_shards(runs, tmp_path, name):
         said = said_by(count, "predict", str(run.folder), *words, "--output", f"{tmp_path}/{count}.jsonl")
         assert ("note: FSDP: process 0 keeps" in said) == (count > 1)
         answers[count] = (tmp_path / f"{count}.jsonl").read_text()
-    assert answers[1] == answers[2] == answers[4] and len({*answers[1].splitlines()}) == 7
+    assert len({*answers.values()}) == 1 and len({*answers[1].splitlines()}) == 7
+
+
+def test_each_process_reads_its_part_of_an_export(runs, monkeypatch):
+    folder = runs["chats", "fsdp", 2].folder
+    recipe, model = open_run(folder)
+    assert not any(value.is_meta for value in load_for_all(recipe, model).parameters())
+    for name, value in {**FSDP, "WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert all(value.is_meta for value in load_for_all(recipe, model).parameters())
 
 
 def test_a_checkpoint_is_evaluated_on_shards(runs, tmp_path):
-    run = runs["chats", "fsdp 2"]
+    run = runs["chats", "fsdp", 2]
     (checkpoint,) = (run.folder / "checkpoints").glob("step_*")
     said = said_by(2, "evaluate", str(run.folder), "--checkpoint", str(checkpoint), "--output", f"{tmp_path}/score.json")
     assert "note: FSDP: process 0 keeps" in said
