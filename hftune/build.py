@@ -233,7 +233,7 @@ def build_model(recipe: Recipe, notices: list[str] | None = None, leaves_weights
     torch.manual_seed(recipe.seed)
     with ExitStack() as options:
         options.enter_context(load_options(recipe))
-        if is_sharded():
+        if is_sharded() or leaves_weights:
             from hftune.models.pretrained import loading
 
             options.enter_context(loading(sharded=True, unread=leaves_weights))
