@@ -166,17 +166,13 @@ class Strategy(Collectives, ABC):
         It may depend only on the step, on the number of shares that it is cut into, and on this process's rank.
         """
 
-    def assign(self, step: list[MicroBatch], together: int | None = None) -> StepBatch:
+    def assign(self, step: list[MicroBatch]) -> StepBatch:
         """Return what this process computes of a step: its micro-batches, then dummies. Not collective.
 
         Together the processes compute each micro-batch with weight 1 exactly once.
-
-        Args:
-            together: as for ``share``; None: as in training.
         """
-        together = together or self.together
-        mine = self.share(step, together)
-        count = self.num_dummies(step, len(mine), self.dp_size // together)
+        mine = self.share(step, self.together)
+        count = self.num_dummies(step, len(mine), self.dp_size // self.together)
         return StepBatch(step, [*mine, *[dummy_micro_batch(step)] * count], [1] * len(mine) + [0] * count)
 
     @abstractmethod

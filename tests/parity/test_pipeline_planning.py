@@ -135,8 +135,8 @@ def test_idle_shares_are_those_of_the_papers():
 
 
 def one_of_two_pipelines(config, dp_rank):
-    pipeline = object.__new__(Pipeline)  # no process group: what it assigns follows from three numbers
-    pipeline.config, pipeline.dp_size, pipeline.dp_rank = config, 2, dp_rank
+    pipeline = object.__new__(Pipeline)  # no process group: what it assigns follows from a few numbers
+    pipeline.config, pipeline.dp_size, pipeline.dp_rank, pipeline.together = config, 2, dp_rank, 1
     return pipeline
 
 
