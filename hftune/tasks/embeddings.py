@@ -66,8 +66,8 @@ class Embeddings(TextTask, BatchLossTask):
     symmetric: bool = False
     """Whether the loss is the mean of that of finding each anchor's positive and that of finding each positive's anchor."""
     matryoshka_dims: list[int] = key(list, ge=1)
-    """Widths to which embeddings may be cut later, such as [384, 128, 32]: the loss is the sum of those of embeddings that are cut
-    to them, and evaluations report each. []: the loss of the whole embeddings."""
+    """Widths to which embeddings may be cut later, such as [384, 128, 32]: the loss is the sum of those of embeddings that are
+    cut to them, and evaluations report each. []: the loss of the whole embeddings."""
     mask_duplicates: bool = True
     """Whether to leave out in-batch negatives that are none: texts equal to the anchor's positive, and positives of equal
     anchors."""

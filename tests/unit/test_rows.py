@@ -254,7 +254,9 @@ def test_missing_package_for_zstd_is_named(tmp_path, monkeypatch, name):
     (tmp_path / name).write_bytes(b"\x28\xb5\x2f\xfd")
     with Web({name: b""}) as web:
         for path in (tmp_path / name, f"{web.address}/{name}?x=1"):
-            with pytest.raises(DataError, match=rf"{name}(\?x=1)? is compressed with zstd\. To read it: pip install zstandard$"):
+            with pytest.raises(
+                DataError, match=rf"{name}(\?x=1)? is compressed with zstd\. To read it: pip install zstandard$"
+            ):
                 load_split(Source(files={"train": str(path)}), "train")
         assert not web.asked  # it is not downloaded before
 
