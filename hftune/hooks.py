@@ -29,6 +29,10 @@ class Hooks:
     """Whether ``loss`` and ``predictions`` take a ``ScoredOutput`` (hftune.models.scored_head) as well as logits. Then a
     transformers model computes the cross-entropy of ``target`` together with its head if there would be too many logits."""
 
+    reference_fields: ClassVar[Sequence[str]] = ()
+    """Numbers in the rows of ``predictions`` that the loss needs of the model as training begins, too. They are computed once,
+    before training, and ``Texts.add_column`` gives them to each sample as ``reference``, float32."""
+
     def mixture(self: Any, dataset: Any) -> Sequence[tuple[int, float]] | None:
         """Return number of samples and weight of each data set that the training data consist of, in their order.
 

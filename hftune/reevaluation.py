@@ -5,12 +5,14 @@ The scoring is evaluation.py, which the loop calls, too: the numbers are the run
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 
 from hftune.build import build_model, choose_strategy, load_datasets, may_leave_weights
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, open_checkpoint
@@ -18,6 +20,7 @@ from hftune.checkpoints.export import read_about
 from hftune.checkpoints.output_dir import check_base
 from hftune.checkpoints.run_folder import check_checkpoint, check_model
 from hftune.config import Recipe, TrackConfig
+from hftune.distributed.accelerator import start_accelerator
 from hftune.distributed.session import Session
 from hftune.errors import ConfigError
 from hftune.evaluation import Evaluation
@@ -25,7 +28,7 @@ from hftune.evaluation import evaluate as evaluate_split
 from hftune.inference import load_for_all
 from hftune.models.adapters import base_digest, has_adapter
 from hftune.optim import build_optimizer
-from hftune.settle import settle_head, unread_names
+from hftune.settle import add_references, settle_head, unread_names
 from hftune.strategies.averages import averages_itself
 from hftune.strategies.base import Strategy
 from hftune.strategies.compilation import compile_model
@@ -95,7 +98,10 @@ def evaluate(
             built = build_model(recipe, leaves_weights=may_leave_weights(recipe))
         elif recipe.train.compile:
             compile_model(built)
-        strategy = choose_strategy(session.join(), recipe, session.progress)
+        accelerator = session.join()
+        if checkpoint is None and recipe.task.reference_fields:
+            accelerator = compare_with_start(recipe, session, accelerator, {split: datasets[split]})
+        strategy = choose_strategy(accelerator, recipe, session.progress)
         unread = unread_names(strategy, built)
         base = base_digest(built) if saved is not None and has_adapter(built) and not unread else None
         session.at_end(strategy.end_workers)
@@ -106,6 +112,7 @@ def evaluate(
         strategy.prepare(built, torch.optim.SGD(built.parameters()) if checkpoint is None else build_optimizer(built, recipe))
         if checkpoint is not None:
             base = strategy.sharding.base_digest() if unread else base
+            add_references(recipe, strategy, {split: datasets[split]}, base)
             load_weights(strategy, checkpoint, saved, digests, base)
         session.progress.stage("the evaluation")
         config = replace(recipe.eval, show_samples=show_samples)
@@ -118,6 +125,17 @@ def evaluate(
     score = Score(evaluation.metrics, folder, len(datasets[split]), strategy.num_processes, strategy.is_main, step, evaluation)
     score.notices += [*notices, *strategy.notices()]
     return score
+
+
+def compare_with_start(recipe: Recipe, session: Session, accelerator: Accelerator, datasets: Mapping[str, Any]) -> Accelerator:
+    """Give samples what they need of the model that the training began with, and return a fresh accelerator. Collective."""
+    model = build_model(recipe, leaves_weights=may_leave_weights(recipe))
+    strategy = choose_strategy(accelerator, recipe, session.progress)
+    unread = unread_names(strategy, model)
+    base = base_digest(model) if has_adapter(model) and not unread else None
+    strategy.prepare(model, build_optimizer(model, recipe))
+    add_references(recipe, strategy, datasets, strategy.sharding.base_digest() if unread else base)
+    return start_accelerator(recipe.train)
 
 
 def load_weights(strategy: Strategy, path: Path, saved: Checkpoint | None, digests: dict[str, str], base: str | None) -> None:

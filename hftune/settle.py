@@ -10,14 +10,18 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from hftune.batch_plan import SURVEYED, BatchPlan, MicroBatch, by_length, known_lengths
 from hftune.build import Parts, check_micro_batches, first_epoch
-from hftune.config import Recipe, TrainConfig
+from hftune.config import EvalConfig, Recipe, TrainConfig
+from hftune.data.cache import cached_arrays, kept_arrays
+from hftune.data.digest import content_digest
 from hftune.distributed.devices import precision_notices
 from hftune.errors import ConfigError
+from hftune.evaluation import evaluate
 from hftune.models.adapters import base_digest, has_adapter
 from hftune.models.kinds import compute_padding, is_of_transformers
 from hftune.optim import build_optimizer
@@ -244,7 +248,46 @@ def prepare(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     if parts.base is not None:
         strategy.model.known_base_digest = parts.base  # exports name it
     strategy.sharding.begin_training(keeps_average=recipe.train.ema_decay is not None)
+    add_references(recipe, strategy, parts.datasets, parts.base)
     parts.notices += [*strategy.notices(), *precision_notices(recipe.train, strategy.precision, strategy.device)]
+
+
+def add_references(recipe: Recipe, strategy: Strategy, datasets: Mapping[str, Any], base: str | None) -> None:
+    """Give each sample what its loss needs of the starting model, which the strategy holds: ``Hooks.reference_fields``. Collective.
+
+    It is computed once for the same model, data and precision, each sample by one process, and kept in the cache.
+
+    Args:
+        base: digest of the frozen weights beside adapters, which change nothing yet.
+    """
+    if not (names := recipe.task.reference_fields):
+        return
+    strategy.progress.stage("computing what the loss needs of the starting model")
+    model = [strategy.sharding.digest(), base, repr(getattr(strategy.model, "config", None)), strategy.precision]
+    config = replace(recipe.eval, metrics=[], show_samples=0)
+    for split, dataset in datasets.items():
+        dataset.add_column("reference", _reference(strategy, dataset, config, [*model, *names]))
+    strategy.end_workers()  # which have the samples without it
+
+
+def _reference(strategy: Strategy, dataset: Any, config: EvalConfig, key: list[Any]) -> np.ndarray:
+    """Return what ``add_references`` gives a data set, equal on all processes. Collective."""
+    names = strategy.task.reference_fields
+
+    def look() -> np.ndarray | None:
+        key.append(content_digest(dataset))
+        found = kept_arrays(key)
+        return None if found is None else np.array(found["reference"])  # the file may be on this machine alone
+
+    def keep(rows: list[dict[str, Any]]) -> np.ndarray:
+        values = np.array([[row[name] for name in names] for row in rows], np.float32)
+        return np.array(cached_arrays(key, lambda: {"reference": values})["reference"])
+
+    found = strategy.on_main(look)
+    if found is None:
+        evaluation = evaluate(strategy, dataset, config)
+        found = strategy.on_main(lambda: keep(evaluation.rows))
+    return found
 
 
 def warm_up_strategy(recipe: Recipe, strategy: Strategy, plan: BatchPlan, datasets: Mapping[str, Any]) -> list[str]:

@@ -18,10 +18,12 @@ HELP = "Type a message and press Enter. /new starts a new chat, /exit or Ctrl-D 
 
 def check_chats(task: Task, option: str) -> None:
     """Refuse a task that answers no chats, or raise ConfigError."""
-    from hftune.tasks import Chats
+    from hftune.tasks.chat_task import ChatTask
 
-    if not isinstance(task, Chats):
-        raise ConfigError(f"{option} is for models of the recipe sft, which answer chats, not for {type_name(type(task))}.")
+    if not isinstance(task, ChatTask):
+        raise ConfigError(
+            f"{option} is for models that answer chats, as those of the recipe sft, not for {type_name(type(task))}."
+        )
 
 
 def read_chats(path: str) -> list[Any]:

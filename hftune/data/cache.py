@@ -158,7 +158,7 @@ def cached_arrays(key: Any, make: Callable[[], Mapping[str, np.ndarray | Stream]
     Raises:
         ConfigError: they cannot be written, or they are there and cannot be read.
     """
-    path = cache_dir() / Hasher.hash([key, __version__])
+    path = _entry(key)
     if (arrays := _read(path)) is None:
         with locked(path):
             if (arrays := _read(path)) is None:
@@ -173,6 +173,15 @@ def cached_arrays(key: Any, make: Callable[[], Mapping[str, np.ndarray | Stream]
     if arrays is None:
         raise ConfigError(f"{path}.json, in the cache of prepared data, cannot be read back as it was written. {ADVICE}")
     return arrays
+
+
+def kept_arrays(key: Any) -> dict[str, np.ndarray] | None:
+    """Return what ``cached_arrays`` has written under a key; None if it is not there."""
+    return _read(_entry(key))
+
+
+def _entry(key: Any) -> Path:
+    return cache_dir() / Hasher.hash([key, __version__])
 
 
 def cached_value(key: Any, make: Callable[[], Any]) -> Any:

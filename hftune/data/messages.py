@@ -19,6 +19,10 @@ class ChatError(DataError):
     """A chat that cannot be trained on: one sentence, with the number of the message, from 0. The caller adds the row."""
 
 
+class BadChat(Exception):
+    """A row that cannot be trained on: its index and the reason."""
+
+
 def messages_of(
     row: Mapping[str, Any],
     columns: Sequence[str] = ("messages",),

@@ -119,6 +119,10 @@ class Texts(Sequence):
                 arrays[name] = column[list(indices)]
         return Texts(arrays)
 
+    def add_column(self, name: str, values: np.ndarray) -> None:
+        """Give each sample a value, or an array, that is no part of the data's contents, as what a model makes of it."""
+        self._columns[name] = values
+
     def to_dataset(self) -> datasets.Dataset:
         """Copy the samples into a data set of Hugging Face, for tools that want one, such as transformers' Trainer."""
         return datasets.Dataset.from_list(
@@ -129,7 +133,7 @@ class Texts(Sequence):
         return self._arrays
 
     def contents_by_row(self) -> Mapping[str, Ragged | np.ndarray]:
-        return self._columns
+        return {name: column for name, column in self._columns.items() if name in self._arrays}
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,12 @@ METRICS = {
         Metric("bleu", "BLEU", "max"),
         Metric("chrf", "chrF", "max"),
         Metric("mean_length", "Mean length"),
+        Metric("margin", "Margin", "max"),
+        *(
+            Metric(f"{side}_{what}", f"{side.capitalize()} {what}")
+            for what in ("reward", "length")
+            for side in ("chosen", "rejected")
+        ),
         Metric("empty_share", "Empty share", "min", "%"),
         *(Metric(f"l1{region}", f"L1{words}", "min") for region, words in REGIONS.items()),
         *(Metric(f"psnr{region}", f"PSNR{words}", "max", "dB") for region, words in REGIONS.items()),

@@ -32,6 +32,7 @@ TASKS = {
     "ImageClassification": ("image-classification", "that classifies images"),
     "ImageRestoration": ("image-to-image", "that restores images"),
     "LanguageModeling": ("text-generation", "that continues texts"),
+    "Preferences": ("text-generation", "that answers chats as people prefer"),
     "Seq2Seq": ("text2text-generation", "that writes a text for a text"),
     "SequenceClassification": ("text-classification", "that classifies texts"),
     "TitleGeneration": ("summarization", "that writes titles for texts"),

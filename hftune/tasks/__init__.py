@@ -5,6 +5,7 @@ from hftune.tasks.embeddings import Embeddings
 from hftune.tasks.image_classification import ImageClassification
 from hftune.tasks.image_restoration import ImageRestoration
 from hftune.tasks.language_modeling import LanguageModeling
+from hftune.tasks.preferences import Preferences
 from hftune.tasks.seq2seq import Seq2Seq
 from hftune.tasks.sequence_classification import SequenceClassification
 from hftune.tasks.title_generation import TitleGeneration
@@ -16,6 +17,7 @@ __all__ = [
     "ImageClassification",
     "ImageRestoration",
     "LanguageModeling",
+    "Preferences",
     "Seq2Seq",
     "SequenceClassification",
     "TitleGeneration",

@@ -36,6 +36,22 @@ chats = partial(_rows, "chats")
 """Chats ("messages"): the answer is a word of the question, plain or polite as the system message says."""
 json_chats = partial(_rows, "json_chats")
 """Chats as those of ``chats``, with answers in JSON."""
+
+
+def preferences(split: str) -> list[dict[str, Any]]:
+    """Return pairs of answers ("chosen", "rejected") to a "prompt" of ``chats``: the rejected one answers another question."""
+    rows = []
+    for index, row in enumerate(chats(split)):
+        *prompt, answer = row["messages"]
+        who, _, how_many, what, *_ = prompt[-1]["content"].split()
+        words = [who, how_many, what.rstrip(".")]
+        (right,) = (word for word in words if word in answer["content"])
+        wrong = [word for word in words if word != right][index % 2]
+        rejected = {**answer, "content": answer["content"].replace(right, wrong)}
+        rows.append({"prompt": prompt, "chosen": [answer], "rejected": [rejected]})
+    return rows
+
+
 entities = partial(_rows, "entities")
 """Sentences of newspapers as "tokens", with "ner_tags" for people (PER), places (LOC) and organisations (ORG).
 

@@ -1,0 +1,140 @@
+"""Preference pairs: a chosen and a rejected answer to one prompt, read from the layouts that people have, and tokenized.
+
+Independent of losses and models.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from hftune.data.chats import ChatError, ChatFormat
+from hftune.data.messages import BadChat, as_messages, is_trained, messages_of, tools_of, without_nulls
+
+PROMPTS = ("prompt", "question", "instruction", "input")
+"""Usual names of a column of prompts."""
+SIDES = ("chosen", "rejected")
+PROBLEMS = (
+    "with equal answers",
+    "with an empty answer",
+    "longer than task.max_length={max_length} tokens",
+    "that cannot be written as chats",
+)
+"""Why a pair cannot be compared: problem k, from 1, of ``encode``."""
+_HH_TURN = re.compile(r"\n\n(Human|Assistant):")
+_HH_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+class BadPair(ChatError):
+    """A pair with nothing to compare; ``problem`` is the number of one of PROBLEMS."""
+
+    def __init__(self, problem: int):
+        super().__init__(f"It is one {PROBLEMS[problem - 1]}.")
+        self.problem = problem
+
+
+def pair_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[list[dict[str, Any]]]:
+    """Return the conversations with the chosen and with the rejected answer, as checked messages.
+
+    What both begin with is their prompt, whose answers are marked as not trained: it may be in a column of its own, as in
+    TRL's layout, or in both texts, as in HH-RLHF and UltraFeedback.
+
+    Args:
+        columns: by fields: chosen_column, rejected_column; and, if there are any, prompt_column and system_column.
+
+    Raises:
+        BadPair: the answers are equal, or one is empty.
+        ChatError: an answer has no prompt, or the messages are out of order.
+    """
+    both = [_listed(row[columns[f"{side}_column"]], "assistant") for side in SIDES]
+    if any(chat[0].get("role") == "assistant" for chat in both if chat):
+        prompt = _listed(row[columns["prompt_column"]], "user") if "prompt_column" in columns else []
+        if prompt and prompt[-1].get("role") == "assistant" and not prompt[-1].get("content"):
+            prompt.pop()  # HH-RLHF's prompts end in "Assistant:"
+        if not prompt:
+            raise ChatError("Its answers have no prompt. Set task.prompt_column.")
+        both = [prompt + chat if chat and chat[0].get("role") == "assistant" else chat for chat in both]
+    system = row[columns["system_column"]] if "system_column" in columns else None
+    if system:
+        both = [
+            chat if chat and chat[0].get("role") == "system" else [{"role": "system", "content": system}, *chat]
+            for chat in both
+        ]
+    if any(not chat or not (str(chat[-1].get("content") or "").strip() or chat[-1].get("tool_calls")) for chat in both):
+        raise BadPair(2)
+    if both[0] == both[1]:
+        raise BadPair(1)
+    common, most = 0, min(map(len, both)) - 1
+    while common < most and both[0][common] == both[1][common]:
+        common += 1
+    marked = [
+        [{**message, "train": False} if message.get("role") == "assistant" else message for message in chat[:common]]
+        + chat[common:]
+        for chat in both
+    ]
+    return [messages_of({"messages": chat}) for chat in marked]
+
+
+def encode(
+    rows: dict[str, list],
+    indices: list[int],
+    chats: ChatFormat,
+    columns: Mapping[str, str],
+    max_length: int,
+    drops: bool,
+) -> dict[str, list]:
+    """Tokenize some rows, given as lists of the values of each column.
+
+    Returns:
+        chosen and chosen_labels, rejected and rejected_labels; row, its index; and problem, 0 or the number of one of PROBLEMS.
+        A row with a problem has no tokens.
+
+    Raises:
+        BadChat: a row cannot be written as chats; unless ``drops``.
+    """
+    names = [name for side in SIDES for name in (side, f"{side}_labels")]
+    found: dict[str, list] = {name: [] for name in (*names, "row", "problem")}
+    for place, index in enumerate(indices):
+        problem, values = 0, [[], [], [], []]
+        try:
+            values = _tokens({name: column[place] for name, column in rows.items()}, chats, columns, max_length)
+        except BadPair as error:
+            problem = error.problem
+        except ChatError as error:
+            if not drops:
+                raise BadChat(index, str(error)) from error
+            problem = len(PROBLEMS)
+        for name, value in zip((*names, "row", "problem"), (*values, index, problem), strict=True):
+            found[name].append(value)
+    return found
+
+
+def _tokens(row: Mapping[str, Any], chats: ChatFormat, columns: Mapping[str, str], max_length: int) -> list[list[int]]:
+    tools = tools_of(row, columns["tools_column"]) if "tools_column" in columns else None
+    samples = []
+    for side, messages in zip(SIDES, pair_of(row, columns), strict=True):
+        found = chats.samples(messages, tools)
+        if len(found) > 1:
+            count = sum(map(is_trained, messages))
+            raise ChatError(f"The template writes the {count} {side} answers differently once a later one follows.")
+        samples += found
+    if samples[0] == samples[1]:
+        raise BadPair(1)
+    if max(len(sample.input_ids) for sample in samples) > max_length:
+        raise BadPair(3)
+    return [part for sample in samples for part in (sample.input_ids, sample.labels)]
+
+
+def _listed(value: Any, role: str) -> list[dict[str, Any]]:
+    """Return the messages of a value: a list, also as JSON text; turns of HH-RLHF; or a text, the message of a role."""
+    value = as_messages(without_nulls(value))
+    if isinstance(value, str) and _HH_TURN.match(value):
+        _, *parts = _HH_TURN.split(value)
+        turns = zip(parts[::2], parts[1::2], strict=True)
+        return [{"role": _HH_ROLES[name], "content": text.strip()} for name, text in turns]
+    if isinstance(value, str) or value is None:
+        return [{"role": role, "content": value or ""}]
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise ChatError(f"It holds {type(value).__name__}, where a text or a list of messages should be.")
+    return list(value)

@@ -1,0 +1,105 @@
+"""Preference pairs on 1, 2 and 4 processes, stopped and resumed, and against a plain loop: the same losses of the same pairs."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, logsigmoid
+
+from hftune import Recipe
+from hftune.build import build_model, load_datasets
+from hftune.reevaluation import evaluate
+from tests.support.runs import train_on
+from tests.support.trainer import STEPS, planned_batches
+
+DROPOUT = "task.model_config.attention_dropout=0.2"
+SMALL = (
+    *("task.max_train_samples=80", "task.max_eval_samples=13", "train.batch_size=16", "train.parts=4", "train.log_every=1"),
+    *("train.micro_batch_tokens=400", "train.epochs=2", "train.warmup_ratio=0", "eval.every=epoch", "eval.batch_size=5"),
+)
+LORA = ("adapter.type=lora", "adapter.rank=4", "adapter.dropout=0.2")
+JOBS = {
+    "whole": (*SMALL, DROPOUT, "checkpoint.every=2"),
+    "lora": (*SMALL, DROPOUT, *LORA, "task.method=ipo"),
+    "orpo": (*SMALL, DROPOUT, "task.method=orpo", "eval.every=never", "train.packing=off"),
+}
+ALONE = (*SMALL, "train.parts=null", "train.micro_batch_tokens=null", "train.epochs=4", "eval.every=never", "task.beta=0.3")
+SIZES = (1, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    alone = {"alone": (*ALONE, "train.micro_batch_size=16"), "cut": (*ALONE, "train.micro_batch_size=3")}
+    jobs = {1: {**JOBS, **alone}, 2: {**JOBS, "cut": alone["cut"]}, 4: {"whole": JOBS["whole"], "lora": JOBS["lora"]}}
+    found = {(name, size): run for size in SIZES for name, run in train_on(size, jobs[size], folder, "dpo_demo").items()}
+    stopped = {"resumed": (*JOBS["whole"], f"output_dir={folder}/resumed")}
+    train_on(2, stopped, folder, "dpo_demo", stops={"resumed": (5, 0)})
+    return found | {("resumed", 2): train_on(2, stopped, folder, "dpo_demo")["resumed"]}
+
+
+@pytest.mark.parametrize(("name", "size"), [("whole", 2), ("whole", 4), ("lora", 2), ("lora", 4), ("orpo", 2)])
+def test_losses_do_not_depend_on_processes_with_dropout(runs, name, size):
+    one, many = runs[name, 1], runs[name, size]
+    expected = one.logged("train/loss")
+    assert len(expected) == 10 and expected[-1] < expected[0]
+    assert many.logged("train/loss") == pytest.approx(expected, rel=1e-5)
+    assert many.logged("train/grad_norm") == pytest.approx(one.logged("train/grad_norm"), rel=1e-4)
+
+
+@pytest.mark.parametrize("size", SIZES[:2])
+def test_losses_do_not_depend_on_micro_batches(runs, size):
+    assert runs["cut", size].logged("train/loss") == pytest.approx(runs["alone", 1].logged("train/loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "size"), [("whole", 2), ("whole", 4), ("lora", 4)])
+def test_evaluations_do_not_depend_on_processes(runs, name, size):
+    metrics, expected = runs[name, size].result["metrics"], runs[name, 1].result["metrics"]
+    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert metrics.keys() == {
+        *("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_length", "rejected_length")
+    }
+
+
+def test_run_that_was_stopped_and_resumed_is_the_one_that_was_not(runs):
+    whole, resumed = runs["whole", 2], runs["resumed", 2]
+    assert resumed.logged("train/loss") == whole.logged("train/loss")
+    assert resumed.result["metrics"] == whole.result["metrics"]
+
+
+@pytest.mark.parametrize("name", ["whole", "lora"])
+def test_evaluating_the_export_compares_with_the_model_that_training_began_with(runs, name, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    run = runs[name, 1]
+    metrics = evaluate(Recipe.load(run.folder / "recipe.yaml"), run.folder / "model").metrics
+    assert metrics["margin"] != 0
+    assert metrics == pytest.approx(run.result["metrics"], rel=1e-5)
+
+
+def logps(model, pair, side):
+    """Return the log-probability that a model gives one answer, computed alone and without padding."""
+    ids, labels = (torch.as_tensor(pair[name])[None] for name in (side, f"{side}_labels"))
+    return -cross_entropy(model(input_ids=ids).logits[0], labels[0], ignore_index=-100, reduction="sum")
+
+
+def test_losses_are_those_of_a_plain_loop_with_a_frozen_copy(runs):
+    recipe = Recipe.load("dpo_demo", *ALONE, "train.micro_batch_size=16")
+    pairs, model, config, losses = load_datasets(recipe)["train"], build_model(recipe), recipe.train, []
+    reference = deepcopy(model).eval()
+    optimizer = torch.optim.AdamW(recipe.task.parameter_groups(model, config), config.lr, tuple(config.betas))
+    for step, batch in enumerate(planned_batches(recipe, pairs, list)):
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr * (1 - step / STEPS)
+        total = 0
+        for pair in batch:
+            with torch.no_grad():
+                base = logps(reference, pair, "chosen") - logps(reference, pair, "rejected")
+            total = total - logsigmoid(0.3 * (logps(model, pair, "chosen") - logps(model, pair, "rejected") - base))
+        optimizer.zero_grad()
+        (total / len(batch)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+        optimizer.step()
+        losses.append(total.item() / len(batch))
+    ours = runs["alone", 1].logged("train/loss")
+    assert len(ours) == STEPS and ours[0] == pytest.approx(0.6931472, rel=1e-5) and ours[-1] < 0.6
+    assert ours == pytest.approx(losses, rel=2e-5)  # the log-probabilities of 30 tokens are rounded in another order
