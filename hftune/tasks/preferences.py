@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hftune.config.keys import key
 from hftune.data.messages import BadChat
-from hftune.data.preferences import PROBLEMS, PROMPTS, SIDES, encode, pair_of
+from hftune.data.preferences import PROBLEMS, PROMPTS, SIDES, BadPair, encode, pair_of
 from hftune.errors import DataError
 from hftune.metrics.records import directions
 from hftune.tasks.chat_task import ChatTask
@@ -89,7 +89,10 @@ class Preferences(ChatTask):
         return {**found, **{f"{side}_column": getattr(self, f"{side}_column") for side in SIDES}}
 
     def messages_of(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return pair_of(row, self.read_columns)[0]
+        try:
+            return pair_of(row, self.read_columns)[0]
+        except BadPair:  # which is refused, or dropped, as a pair
+            return []
 
     def tokenized(self, split: str) -> Texts:
         """Return the pairs of a split: chosen and chosen_labels, rejected and rejected_labels, their row, and dropped: in the

@@ -1,16 +1,18 @@
 """Preference pairs on 1, 2 and 4 processes, stopped and resumed, and against a plain loop: the same losses of the same pairs."""
 
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
+from datasets import Dataset
 from torch.nn.functional import cross_entropy, logsigmoid
 
 from hftune import Recipe
 from hftune.build import build_model, load_datasets
 from hftune.reevaluation import evaluate
 from tests.support.runs import train_on
-from tests.support.trainer import STEPS, planned_batches
+from tests.support.trainer import STEPS, losses_of_trainer, planned_batches
 
 DROPOUT = "task.model_config.attention_dropout=0.2"
 SMALL = (
@@ -71,7 +73,8 @@ def test_run_that_was_stopped_and_resumed_is_the_one_that_was_not(runs):
 def test_evaluating_the_export_compares_with_the_model_that_training_began_with(runs, name, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     run = runs[name, 1]
-    metrics = evaluate(Recipe.load(run.folder / "recipe.yaml"), run.folder / "model").metrics
+    last = "model_last" if (run.folder / "model_last").is_dir() else "model"
+    metrics = evaluate(Recipe.load(run.folder / "recipe.yaml"), run.folder / last).metrics
     assert metrics["margin"] != 0
     assert metrics == pytest.approx(run.result["metrics"], rel=1e-5)
 
@@ -103,3 +106,62 @@ def test_losses_are_those_of_a_plain_loop_with_a_frozen_copy(runs):
     ours = runs["alone", 1].logged("train/loss")
     assert len(ours) == STEPS and ours[0] == pytest.approx(0.6931472, rel=1e-5) and ours[-1] < 0.6
     assert ours == pytest.approx(losses, rel=2e-5)  # the log-probabilities of 30 tokens are rounded in another order
+
+
+TRLS = ("sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down")
+
+
+@pytest.fixture(scope="module")
+def ours_and_trls(tmp_path_factory):
+    """Our losses of twenty steps by each method, and those of TRL's DPOTrainer."""
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    folder, found = tmp_path_factory.mktemp("trl"), {}
+    words = {
+        method: (
+            *ALONE,
+            "train.micro_batch_size=16",
+            f"task.method={method}",
+            *(("task.label_smoothing=0.1",) * (method == "robust")),
+        )
+        for method in TRLS
+    }
+    runs = train_on(1, words, folder, "dpo_demo")
+    for method in TRLS:
+        recipe = Recipe.load("dpo_demo", *words[method])
+        pairs, tokenizer = load_datasets(recipe)["train"], recipe.task.text_tokenizer
+
+        def whole(examples, pad=tokenizer.pad_token_id):
+            """TRL's models shift the labels themselves."""
+            rows = [(row[side].tolist(), row[f"{side}_labels"].tolist()) for side in ("chosen", "rejected") for row in examples]
+            width = 1 + max(len(ids) for ids, _ in rows)
+            rest = [width - 1 - len(ids) for ids, _ in rows]
+            return {
+                "input_ids": torch.tensor(
+                    [[*ids, labels[-1], *[pad] * more] for (ids, labels), more in zip(rows, rest, strict=True)]
+                ),
+                "attention_mask": torch.tensor([[1] * (width - more) + [0] * more for more in rest]),
+                "completion_mask": torch.tensor(
+                    [
+                        [0, *(int(label != -100) for label in labels), *[0] * more]
+                        for (_, labels), more in zip(rows, rest, strict=True)
+                    ]
+                ),
+            }
+
+        def trainer(model, settings, tokenizer=tokenizer):
+            rows = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])  # it reads the batches that it is given
+            reference = deepcopy(model)
+            return trl.DPOTrainer(model, reference, settings, train_dataset=rows, processing_class=tokenizer)
+
+        task = recipe.task
+        settings = partial(trl.DPOConfig, bf16=False, loss_type=[method], beta=task.beta, label_smoothing=task.label_smoothing)
+        theirs = losses_of_trainer(recipe, folder / method, planned_batches(recipe, pairs, whole), trainer, settings)
+        found[method] = runs[method].logged("train/loss"), theirs
+    return found
+
+
+@pytest.mark.parametrize("method", TRLS)
+def test_twenty_steps_equal_those_of_trl(ours_and_trls, method):
+    ours, theirs = ours_and_trls[method]
+    assert len(ours) == len(theirs) == STEPS and torch.tensor(ours).std() > 1e-3
+    assert ours == pytest.approx(theirs, rel=2e-5)
