@@ -164,4 +164,4 @@ def ours_and_trls(tmp_path_factory):
 def test_twenty_steps_equal_those_of_trl(ours_and_trls, method):
     ours, theirs = ours_and_trls[method]
     assert len(ours) == len(theirs) == STEPS and torch.tensor(ours).std() > 1e-3
-    assert ours == pytest.approx(theirs, rel=2e-5)
+    assert ours == pytest.approx(theirs, rel=2e-5, abs=1e-5)  # robust losses may be near 0

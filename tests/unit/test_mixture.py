@@ -258,7 +258,7 @@ def test_a_data_set_of_which_nothing_is_left_is_refused(files, tmp_path):
     mixed = SimpleNamespace(sizes=lambda rows: [3, 2], names=["short.jsonl", "long.jsonl"])
     chats = SimpleNamespace(mixed=mixed, rows={"train": None}, max_length=64, too_long="drop", later=())
     assert Chats.samples_of_each(chats, SimpleNamespace(column=lambda name: [0, 2, 2, 4])) == [3, 1]
-    with pytest.raises(DataError, match=r"all chats of long\.jsonl are longer than task\.max_length=64 tokens, and"):
+    with pytest.raises(DataError, match=r"no row of long\.jsonl has at most task\.max_length=64 tokens"):
         Chats.samples_of_each(chats, SimpleNamespace(column=lambda name: [0, 2]))
 
 
