@@ -5,7 +5,6 @@ The scoring is evaluation.py, which the loop calls, too: the numbers are the run
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -100,7 +99,7 @@ def evaluate(
             compile_model(built)
         accelerator = session.join()
         if checkpoint is None and recipe.task.reference_fields:
-            accelerator = compare_with_start(recipe, session, accelerator, {split: datasets[split]})
+            accelerator = compare_with_start(recipe, session, accelerator, datasets[split])
         strategy = choose_strategy(accelerator, recipe, session.progress)
         unread = unread_names(strategy, built)
         base = base_digest(built) if saved is not None and has_adapter(built) and not unread else None
@@ -112,7 +111,7 @@ def evaluate(
         strategy.prepare(built, torch.optim.SGD(built.parameters()) if checkpoint is None else build_optimizer(built, recipe))
         if checkpoint is not None:
             base = strategy.sharding.base_digest() if unread else base
-            add_references(recipe, strategy, {split: datasets[split]}, base)
+            add_references(recipe, strategy, [datasets[split]], base)
             load_weights(strategy, checkpoint, saved, digests, base)
         session.progress.stage("the evaluation")
         config = replace(recipe.eval, show_samples=show_samples)
@@ -127,14 +126,14 @@ def evaluate(
     return score
 
 
-def compare_with_start(recipe: Recipe, session: Session, accelerator: Accelerator, datasets: Mapping[str, Any]) -> Accelerator:
+def compare_with_start(recipe: Recipe, session: Session, accelerator: Accelerator, dataset: Any) -> Accelerator:
     """Give samples what they need of the model that the training began with, and return a fresh accelerator. Collective."""
     model = build_model(recipe, leaves_weights=may_leave_weights(recipe))
     strategy = choose_strategy(accelerator, recipe, session.progress)
     unread = unread_names(strategy, model)
     base = base_digest(model) if has_adapter(model) and not unread else None
     strategy.prepare(model, build_optimizer(model, recipe))
-    add_references(recipe, strategy, datasets, strategy.sharding.base_digest() if unread else base)
+    add_references(recipe, strategy, [dataset], strategy.sharding.base_digest() if unread else base)
     return start_accelerator(recipe.train)
 
 

@@ -248,12 +248,12 @@ def prepare(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     if parts.base is not None:
         strategy.model.known_base_digest = parts.base  # exports name it
     strategy.sharding.begin_training(keeps_average=recipe.train.ema_decay is not None)
-    add_references(recipe, strategy, parts.datasets, parts.base)
+    add_references(recipe, strategy, parts.datasets.values(), parts.base)
     parts.notices += [*strategy.notices(), *precision_notices(recipe.train, strategy.precision, strategy.device)]
 
 
-def add_references(recipe: Recipe, strategy: Strategy, datasets: Mapping[str, Any], base: str | None) -> None:
-    """Give each sample what its loss needs of the starting model, which the strategy holds: ``Hooks.reference_fields``. Collective.
+def add_references(recipe: Recipe, strategy: Strategy, datasets: Iterable[Any], base: str | None) -> None:
+    """Give each sample what ``Hooks.reference_fields`` names, of the starting model, which the strategy holds. Collective.
 
     It is computed once for the same model, data and precision, each sample by one process, and kept in the cache.
 
@@ -265,7 +265,7 @@ def add_references(recipe: Recipe, strategy: Strategy, datasets: Mapping[str, An
     strategy.progress.stage("computing what the loss needs of the starting model")
     model = [strategy.sharding.digest(), base, repr(getattr(strategy.model, "config", None)), strategy.precision]
     config = replace(recipe.eval, metrics=[], show_samples=0)
-    for split, dataset in datasets.items():
+    for dataset in datasets:
         dataset.add_column("reference", _reference(strategy, dataset, config, [*model, *names]))
     strategy.end_workers()  # which have the samples without it
 

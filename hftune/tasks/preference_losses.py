@@ -28,8 +28,8 @@ class Settings:
 
 
 def sigmoid(a: Tensor, b: Tensor, o: Settings) -> Tensor:
-    """Rafailov et al., "Direct Preference Optimization" (2023), eq. 7; with label smoothing, known as cDPO, Mitchell, "A note on
-    DPO with noisy preferences" (2023); with other divergences, see ``diverged``."""
+    """Rafailov et al., "Direct Preference Optimization" (2023), eq. 7; with label smoothing, known as cDPO: Mitchell, "A note
+    on DPO with noisy preferences" (2023); with other divergences: see ``diverged``."""
     margin = o.beta * (diverged(a, o) - diverged(b, o))
     return -(1 - o.label_smoothing) * logsigmoid(margin) - o.label_smoothing * logsigmoid(-margin)
 

@@ -150,7 +150,7 @@ class Preferences(ChatTask):
         return len(sizes) * max(sizes)
 
     def collate(self, examples: Sequence[dict[str, Any]]) -> Batch:
-        """Pad to the longest text: input_ids, attention_mask and labels (N, T) int64, the chosen texts before the rejected ones.
+        """Pad to the longest text: input_ids, attention_mask and labels (N, T) int64, chosen texts before rejected ones.
 
         ``reference`` (B, S) float32: the reference's log-probabilities; zeros in trials before they are known.
         """

@@ -3,12 +3,13 @@
 from copy import deepcopy
 from functools import partial
 
+import datasets
 import pytest
 import torch
 from datasets import Dataset
 from torch.nn.functional import cross_entropy, logsigmoid
 
-from hftune import Recipe
+from hftune import Recipe, settle, train
 from hftune.build import build_model, load_datasets
 from hftune.reevaluation import evaluate
 from tests.support.runs import train_on
@@ -77,6 +78,29 @@ def test_evaluating_the_export_compares_with_the_model_that_training_began_with(
     metrics = evaluate(Recipe.load(run.folder / "recipe.yaml"), run.folder / last).metrics
     assert metrics["margin"] != 0
     assert metrics == pytest.approx(run.result["metrics"], rel=1e-5)
+
+
+def test_the_reference_is_computed_once(tmp_path, monkeypatch):
+    """For train and eval; not again with another beta, nor by methods without a reference."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    counts, evaluate_inner = [], settle.evaluate
+
+    def counted(strategy, dataset, config):
+        counts.append(len(dataset))
+        return evaluate_inner(strategy, dataset, config)
+
+    monkeypatch.setattr(settle, "evaluate", counted)
+    for name, words, expected in (
+        ("first", ("train.max_steps=2",), [80, 13]),
+        ("first", ("train.max_steps=3",), []),
+        ("other", ("train.max_steps=1", "task.beta=0.7"), []),
+        ("none", ("train.max_steps=1", "task.method=simpo"), []),
+        ("seed", ("train.max_steps=1", "seed=5"), [80, 13]),
+    ):
+        train(Recipe.load("dpo_demo", *SMALL, *words, "eval.every=1", f"output_dir={tmp_path}/{name}", "checkpoint.every=1"))
+        assert counts == expected, name
+        counts.clear()
 
 
 def logps(model, pair, side):

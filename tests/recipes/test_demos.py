@@ -134,6 +134,18 @@ DEMOS = {
         (*FEW, "train.micro_batch_tokens=null", "train.epochs=2", "task.model_config.attention_dropout=0.1"),
         counts=False,
     ),
+    "preferences": Demo(
+        "dpo_demo",
+        (
+            *FEW,
+            "train.micro_batch_tokens=null",
+            "train.epochs=2",
+            "task.model_config.attention_dropout=0.1",
+            "eval.every=epoch",
+        ),
+        (2, 4),
+        counts=False,
+    ),
     "embeddings": Demo(
         "embeddings_demo",
         (
