@@ -33,6 +33,7 @@ TASKS = {
     "ImageRestoration": ("image-to-image", "that restores images"),
     "LanguageModeling": ("text-generation", "that continues texts"),
     "Preferences": ("text-generation", "that answers chats as people prefer"),
+    "Reranking": ("text-ranking", "that scores texts for a query"),
     "Seq2Seq": ("text2text-generation", "that writes a text for a text"),
     "SequenceClassification": ("text-classification", "that classifies texts"),
     "TitleGeneration": ("summarization", "that writes titles for texts"),

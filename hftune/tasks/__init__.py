@@ -6,6 +6,7 @@ from hftune.tasks.image_classification import ImageClassification
 from hftune.tasks.image_restoration import ImageRestoration
 from hftune.tasks.language_modeling import LanguageModeling
 from hftune.tasks.preferences import Preferences
+from hftune.tasks.reranking import Reranking
 from hftune.tasks.seq2seq import Seq2Seq
 from hftune.tasks.sequence_classification import SequenceClassification
 from hftune.tasks.title_generation import TitleGeneration
@@ -18,6 +19,7 @@ __all__ = [
     "ImageRestoration",
     "LanguageModeling",
     "Preferences",
+    "Reranking",
     "Seq2Seq",
     "SequenceClassification",
     "TitleGeneration",

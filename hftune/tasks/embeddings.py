@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.config.keys import key
-from hftune.data.columns import TEXTS, Role, check_column, is_number
+from hftune.data.columns import check_column, is_number
 from hftune.errors import ConfigError, DataError, did_you_mean
 from hftune.metrics.records import directions
 from hftune.task import BatchLossTask
-from hftune.tasks.text import TextTask, beginning, check_inputs
+from hftune.tasks.compared_texts import ComparedTexts, ids_of
+from hftune.tasks.text import beginning, check_inputs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,32 +32,23 @@ POOLING = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
 """Values of ``task.pooling``, each with the name that sentence-transformers has for it."""
 PREFIXES = ("query", "document")
 """Keys of ``task.prefixes``: those of sentence-transformers' prompts."""
-ANCHORS = ("anchor", "query", "question", "sentence1", "sentence_A")
-POSITIVES = ("positive", "answer", "document", "passage", "pos", "sentence2", "sentence_B")
-"""Usual names of the columns."""
 RECALL_AT = (1, 5, 10)
 MANY = 20_000
 """Rows of the eval split from which on a notice says that similarities of all with all take long."""
 
 
 @dataclass
-class Embeddings(TextTask, BatchLossTask):
+class Embeddings(ComparedTexts, BatchLossTask):
     """Learn embeddings in which an anchor, such as a query, is most similar to its positive, such as its answer.
 
     The loss of a sample is the cross-entropy of finding its positive among the documents of all samples of the step, by cosine
     similarity: InfoNCE, or multiple-negatives ranking loss. An item is a sample.
     """
 
-    anchor_column: str | None = None
-    """Column of the anchors: queries, questions, or one side of a pair. null: the column that is usual for it."""
-    positive_column: str | None = None
-    """Column of the text that belongs to each anchor: a relevant passage, an answer. null: the column that is usual for it."""
-    negative_columns: list[str] = field(default_factory=list)
-    """Columns of hard negatives: texts that look relevant to the anchor and are not."""
     score_column: str | None = None
     """Column of the eval split with a similarity for each pair, as in STS data sets. Evaluations then report Spearman's rank
     correlation with it instead of recall and MRR. The training split has no such column: all its pairs are positive."""
-    prefixes: dict[str, str] = field(default_factory=dict)
+    prefixes: dict[str, str] = key(dict)
     """Texts to put before each anchor (query) and each positive and negative (document): {query: "query: ", document: "passage:
     "} for E5. predict adds none."""
     pooling: str = key("mean", choices=tuple(POOLING))
@@ -66,7 +58,7 @@ class Embeddings(TextTask, BatchLossTask):
     symmetric: bool = False
     """Whether the loss is the mean of that of finding each anchor's positive and that of finding each positive's anchor."""
     matryoshka_dims: list[int] = key(list, ge=1)
-    """Widths to which embeddings may be cut later, such as [384, 128, 32]: the loss is the sum of those of embeddings that are
+    """Widths that embeddings may be cut to later, such as [384, 128, 32]: the loss is the sum of those of embeddings that are
     cut to them, and evaluations report each. []: the loss of the whole embeddings."""
     mask_duplicates: bool = True
     """Whether to leave out in-batch negatives that are none: texts equal to the anchor's positive, and positives of equal
@@ -75,12 +67,6 @@ class Embeddings(TextTask, BatchLossTask):
     """Maximum length of a text in tokens, its prefix included; longer texts are truncated at the end."""
 
     auto_class: ClassVar[str] = "AutoModel"
-    prepares_as_needed = True
-    columns: ClassVar[Mapping[str, Role]] = {
-        "anchor": Role("text", ANCHORS, usual_inputs=TEXTS),
-        "positive": Role("text", POSITIVES, optional_in={"predict"}),
-        "negative": Role("text", optional_in={"predict"}),
-    }
 
     @property
     def metric_directions(self) -> dict[str, Direction | None]:  # type: ignore[override]  # depends on score_column
@@ -97,9 +83,6 @@ class Embeddings(TextTask, BatchLossTask):
         for name in self.prefixes:
             if name not in PREFIXES:
                 yield f"task.prefixes.{name} is not one of {', '.join(PREFIXES)}.{did_you_mean(name, PREFIXES)}"
-        columns = [name for name in (self.anchor_column, self.positive_column, *self.negative_columns) if name is not None]
-        if repeated := sorted({name for name in columns if columns.count(name) > 1}):
-            yield f"Column {repeated[0]!r} is named twice by task.anchor_column, positive_column and negative_columns."
 
     # Data
 
@@ -139,42 +122,6 @@ class Embeddings(TextTask, BatchLossTask):
             raise DataError(f"The {split} split has no finite number in {where}. Remove such rows.")
         return {**texts, "score": scores}
 
-    def lengths(self, dataset: Any) -> np.ndarray:
-        return self.sizes(dataset).sum(1)
-
-    def sizes(self, dataset: Any) -> np.ndarray:
-        from hftune.data.tokenized import sizes_of
-
-        return sizes_of(dataset, [ids_of(index) for index in range(2 + len(self.negative_columns))])
-
-    def padded_length(self, sizes: Sequence[int]) -> int:
-        """Return the tokens of a sample's texts, which are padded to the longest of them."""
-        return len(sizes) * max(sizes)
-
-    def collate(self, examples: Sequence[dict[str, Any]]) -> Batch:
-        """Pad to the longest text: input_ids and attention_mask (N, T) int64, and what belongs to the samples.
-
-        The longest texts come first: without padding, texts of equal length are computed together. ``rows`` (B, K) says where
-        the texts of each sample are, ``texts`` (B, K) which of them are equal; ``score`` (B,) if the data have one.
-        """
-        import numpy as np
-        import torch
-
-        from hftune.data.tokenized import Ragged, ragged, values
-
-        columns = [ragged(examples, ids_of(index)).rows() for index in range(2 + len(self.negative_columns))]
-        all_texts = [text for texts in zip(*columns, strict=True) for text in texts]
-        order_N = np.argsort([-len(text) for text in all_texts], kind="stable")
-        ids_NT, mask_NT = Ragged.of([all_texts[index] for index in order_N]).padded(self.text_tokenizer.pad_token_id)
-        rows_BK = torch.from_numpy(np.argsort(order_N)).view(len(examples), -1)
-        names = ("texts", "score") if "score" in examples[0] else ("texts",)
-        return {
-            "input_ids": ids_NT,
-            "attention_mask": mask_NT,
-            "rows": rows_BK,
-            **{name: values(examples, name) for name in names},
-        }
-
     # Model and loss
 
     def build_model(self) -> PreTrainedModel:
@@ -183,9 +130,6 @@ class Embeddings(TextTask, BatchLossTask):
         if too_wide := [dim for dim in self.matryoshka_dims if dim > width]:
             raise ConfigError(f"task.matryoshka_dims: {too_wide[0]} is more than the model's width, {width}.")
         return model
-
-    def inputs(self, batch: Batch) -> dict[str, Tensor]:
-        return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
     def target(self, batch: Batch) -> dict[str, Tensor]:  # pooling needs the mask, the loss the texts
         return {name: batch[name] for name in ("attention_mask", "rows", "texts")}
@@ -317,11 +261,6 @@ class Embeddings(TextTask, BatchLossTask):
         ids_NT, mask_NT = (tensor.to(model.device) for tensor in Ragged.of(ids).padded(self.text_tokenizer.pad_token_id))
         outputs = model(input_ids=ids_NT, attention_mask=mask_NT)
         return [{"embedding": vector} for vector in pooled(outputs[0], mask_NT, self.pooling).tolist()]
-
-
-def ids_of(index: int) -> str:
-    """Return the name of the column with the tokens of a sample's texts: 0 the anchors, 1 the positives."""
-    return f"input_ids_{index}"
 
 
 def prepared(model: PreTrainedModel, name: str | None) -> PreTrainedModel:

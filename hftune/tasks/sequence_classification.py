@@ -203,12 +203,6 @@ class SequenceClassification(TextTask):
             return {"input_ids": ids, "cut": cut}
         return pair_ids(first, others[0], tokenizer, self.max_length, self._has_types(config))
 
-    def _has_types(self, config: PreTrainedConfig | None) -> bool:
-        """Return whether a model with this config is told the two texts of a pair apart by token types."""
-        # Not every model whose tokenizer knows token types has embeddings for them.
-        knows_types = "token_type_ids" in self.text_tokenizer.model_input_names
-        return knows_types and (getattr(config, "type_vocab_size", 0) or 0) > 1
-
     def targets(self, split: str) -> dict[str, np.ndarray]:
         """Return label: class numbers (N,) int64; 0 and 1 for each label (N, K) float32; or numbers (N,) float32."""
         import numpy as np
@@ -329,15 +323,7 @@ class SequenceClassification(TextTask):
 
         A pair is a list of two texts, or a text with a tab between them. ``probabilities`` adds those of all classes.
         """
-        if self.text_columns is not None:
-            inputs = [text.split("\t") if isinstance(text, str) else text for text in inputs]
-            for index, pair in enumerate(inputs):
-                if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
-                    raise DataError(
-                        f"Input {index} is not a pair of texts, {' and '.join(self.text_columns)}: give a list of two texts, "
-                        "or one text with a tab between them."
-                    )
-        texts = [list(inputs)] if self.text_columns is None else [[pair[side] for pair in inputs] for side in (0, 1)]
+        texts = [list(inputs)] if self.text_columns is None else self.sides(inputs, " and ".join(self.text_columns))
         for side in texts:
             check_inputs(side)
         encoded = self._tokens(texts, model.config)

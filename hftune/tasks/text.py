@@ -381,6 +381,27 @@ class TextTask(DatasetTask):
         batch |= {name: ragged(examples, name).padded(value)[0] for name, value in self.padding.items() if name in names}
         return batch | ({"labels": values(examples, "label")} if "label" in names else {})
 
+    def _has_types(self, config: PreTrainedConfig | None) -> bool:
+        """Return whether a model with this config is told the two texts of a pair apart by token types."""
+        # Not every model whose tokenizer knows token types has embeddings for them.
+        knows_types = "token_type_ids" in self.text_tokenizer.model_input_names
+        return knows_types and (getattr(config, "type_vocab_size", 0) or 0) > 1
+
+    def sides(self, pairs: list[Any], what: str) -> list[list[str]]:
+        """Return the first and the second texts of raw inputs that are pairs: lists of two, or texts with a tab between them.
+
+        Raises:
+            DataError: one is no pair; the message says ``what`` it must be.
+        """
+        pairs = [pair.split("\t") if isinstance(pair, str) else pair for pair in pairs]
+        for index, pair in enumerate(pairs):
+            if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+                raise DataError(
+                    f"Input {index} is not a pair of texts, {what}: give a list of two texts, or one text with a tab between "
+                    "them."
+                )
+        return [[pair[side] for pair in pairs] for side in (0, 1)]
+
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
         from hftune.data import notices
         from hftune.data.tokenized import cut_notices

@@ -70,3 +70,20 @@ tickets = partial(_rows, "tickets")
 """Support tickets ("text") with what is wrong ("topics"), the "team" that takes them, and an "urgency" from 0 to 4."""
 replies = partial(_rows, "replies")
 """Pairs of a "ticket" with a single topic and a "reply", with a "label": whether the reply fits or misses the topic."""
+
+_ANSWERS = (  # two of each topic of ``replies``
+    *("please choose a new password.", "we have unlocked your account.", "we have corrected the bill."),
+    *("the wrong sum has been taken off.", "we send you a new one.", "please post the broken one back to us."),
+    *("we have asked the carrier where it is.", "the parcel leaves our warehouse again today."),
+    *("we have told the bank to pay you.", "the money is on its way to your bank."),
+)
+
+
+def rivals(split: str) -> list[dict[str, Any]]:
+    """Return the "reply" that fits each "ticket", and two that miss its topic ("negative", "other_negative"), for reranking."""
+    rows = []
+    for index, row in enumerate(row for row in replies(split) if row["label"] == "fits"):
+        topic = _ANSWERS.index(row["reply"]) // 2
+        missing = [_ANSWERS[(2 * (topic + 1 + (index + step) % 4) + index % 2) % 10] for step in (0, 1)]
+        rows.append({"ticket": row["ticket"], "reply": row["reply"], "negative": missing[0], "other_negative": missing[1]})
+    return rows
