@@ -111,7 +111,7 @@ def evaluate(
         strategy.prepare(built, torch.optim.SGD(built.parameters()) if checkpoint is None else build_optimizer(built, recipe))
         if checkpoint is not None:
             base = strategy.sharding.base_digest() if unread else base
-            add_references(recipe, strategy, [datasets[split]], base)
+            add_references(recipe, strategy, built, base, [datasets[split]])
             load_weights(strategy, checkpoint, saved, digests, base)
         session.progress.stage("the evaluation")
         config = replace(recipe.eval, show_samples=show_samples)
@@ -133,7 +133,7 @@ def compare_with_start(recipe: Recipe, session: Session, accelerator: Accelerato
     unread = unread_names(strategy, model)
     base = base_digest(model) if has_adapter(model) and not unread else None
     strategy.prepare(model, build_optimizer(model, recipe))
-    add_references(recipe, strategy, [dataset], strategy.sharding.base_digest() if unread else base)
+    add_references(recipe, strategy, model, strategy.sharding.base_digest() if unread else base, [dataset])
     return start_accelerator(recipe.train)
 
 

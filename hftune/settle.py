@@ -248,25 +248,26 @@ def prepare(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     if parts.base is not None:
         strategy.model.known_base_digest = parts.base  # exports name it
     strategy.sharding.begin_training(keeps_average=recipe.train.ema_decay is not None)
-    add_references(recipe, strategy, parts.datasets.values(), parts.base)
+    add_references(recipe, strategy, model, parts.base, parts.datasets.values())
     parts.notices += [*strategy.notices(), *precision_notices(recipe.train, strategy.precision, strategy.device)]
 
 
-def add_references(recipe: Recipe, strategy: Strategy, datasets: Iterable[Any], base: str | None) -> None:
+def add_references(recipe: Recipe, strategy: Strategy, model: nn.Module, base: str | None, datasets: Iterable[Any]) -> None:
     """Give each sample what ``Hooks.reference_fields`` names, of the starting model, which the strategy holds. Collective.
 
     It is computed once for the same model, data and precision, each sample by one process, and kept in the cache.
 
     Args:
-        base: digest of the frozen weights beside adapters, which change nothing yet.
+        model: as the strategy was given it.
+        base: digest of its frozen weights beside adapters, which change nothing yet.
     """
     if not (names := recipe.task.reference_fields):
         return
     strategy.progress.stage("computing what the loss needs of the starting model")
-    model = [strategy.sharding.digest(), base, repr(getattr(strategy.model, "config", None)), strategy.precision]
+    start = [strategy.sharding.digest(), base, repr(getattr(model, "config", None)), strategy.precision]
     config = replace(recipe.eval, metrics=[], show_samples=0)
     for dataset in datasets:
-        dataset.add_column("reference", _reference(strategy, dataset, config, [*model, *names]))
+        dataset.add_column("reference", _reference(strategy, dataset, config, [*start, *names]))
     strategy.end_workers()  # which have the samples without it
 
 

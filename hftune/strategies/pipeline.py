@@ -111,7 +111,7 @@ class Stage(nn.Module):
     def _finish(self, index: int, micro_batch: PipelineMicroBatch, outputs: Any) -> Tensor:
         if micro_batch.weight is None:
             self.outputs[index] = outputs
-            return torch.zeros(1, device=micro_batch.target.device)
+            return torch.zeros(1, device=next(self.stage.parameters()).device)
         loss = self.task.loss(outputs, micro_batch.target)
         self.losses[index] = loss.detach()
         return (loss * micro_batch.weight.to(loss.dtype)).reshape(1).clone()

@@ -1,5 +1,6 @@
 """Preference pairs on 1, 2 and 4 processes, stopped and resumed, and against a plain loop: the same losses of the same pairs."""
 
+import json
 from copy import deepcopy
 from functools import partial
 
@@ -9,7 +10,7 @@ import torch
 from datasets import Dataset
 from torch.nn.functional import cross_entropy, logsigmoid
 
-from hftune import Recipe, settle, train
+from hftune import Recipe, cli, settle, train
 from hftune.build import build_model, load_datasets
 from hftune.reevaluation import evaluate
 from tests.support.runs import train_on
@@ -36,6 +37,8 @@ def runs(tmp_path_factory):
     alone = {"alone": (*ALONE, "train.micro_batch_size=16"), "cut": (*ALONE, "train.micro_batch_size=3")}
     jobs = {1: {**JOBS, **alone}, 2: {**JOBS, "cut": alone["cut"]}, 4: {"whole": JOBS["whole"], "lora": JOBS["lora"]}}
     found = {(name, size): run for size in SIZES for name, run in train_on(size, jobs[size], folder, "dpo_demo").items()}
+    other = {"sharded": JOBS["whole"], "stages": (*JOBS["whole"], "parallel.pipeline_stages=2")}
+    found |= {(name, 2): run for name, run in train_on(2, other, folder, "dpo_demo", sharded={"sharded"}).items()}
     stopped = {"resumed": (*JOBS["whole"], f"output_dir={folder}/resumed")}
     train_on(2, stopped, folder, "dpo_demo", stops={"resumed": (5, 0)})
     return found | {("resumed", 2): train_on(2, stopped, folder, "dpo_demo")["resumed"]}
@@ -48,6 +51,19 @@ def test_losses_do_not_depend_on_processes_with_dropout(runs, name, size):
     assert len(expected) == 10 and expected[-1] < expected[0]
     assert many.logged("train/loss") == pytest.approx(expected, rel=1e-5)
     assert many.logged("train/grad_norm") == pytest.approx(one.logged("train/grad_norm"), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["sharded", "stages"])
+def test_losses_are_the_same_under_fsdp_and_in_a_pipeline(runs, name):
+    whole, other = runs["whole", 1], runs[name, 2]
+    assert other.logged("train/loss") == pytest.approx(whole.logged("train/loss"), rel=1e-5)
+    assert other.result["metrics"] == pytest.approx(whole.result["metrics"], rel=1e-4, abs=1e-6)
+
+
+def test_a_replayed_step_is_the_one_that_was(runs, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert cli.main(["replay", str(runs["whole", 1].folder), "--step", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bit_equal"]
 
 
 @pytest.mark.parametrize("size", SIZES[:2])
