@@ -122,6 +122,13 @@ class Hooks:
         return ", ".join(f"{name} {row[name]}" for name in self.sample_fields)
 
     # hftune show and hftune replay
+    def sample_losses(self: Any, outputs: Any, target: Any) -> Tensor | None:
+        """Return the loss of each sample, which ``loss`` adds up, (B,); None, the default: it is ``loss`` of the sample's row.
+
+        Define it if a sample has several rows in outputs or target.
+        """
+        return None
+
     def marked(self: Any, example: Any) -> list[tuple[str, bool]]:
         """Return a sample as the model reads it, in pieces of text, each with whether the model learns to write it."""
         return []

@@ -76,6 +76,8 @@ def sample_losses(task: Task, outputs: Any, target: Any, num_rows: int) -> list[
     """
     if isinstance(task, BatchLossTask):  # compares the samples with each other
         losses = [*task.batch_losses(task.embed(outputs, target), task.batch_labels(target))]
+    elif (losses_B := task.sample_losses(outputs, target)) is not None:
+        losses = [*losses_B]
     elif (token_losses_BT := getattr(outputs, "losses", None)) is not None:  # of a head that computed them; without gradients
         losses = [*token_losses_BT.sum(1)]
     else:

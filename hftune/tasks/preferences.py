@@ -193,8 +193,10 @@ class Preferences(ChatTask):
         return len(target["reference"])
 
     def loss(self, outputs: Any, target: Mapping[str, Tensor]) -> Tensor:
-        losses_B, _, _, _ = self._compared(outputs, target)
-        return losses_B.sum()
+        return self.sample_losses(outputs, target).sum()
+
+    def sample_losses(self, outputs: Any, target: Mapping[str, Tensor]) -> Tensor:
+        return self._compared(outputs, target)[0]
 
     def _compared(self, outputs: Any, target: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the losses of the pairs (B,), and their scores, log-probabilities and trained tokens, each (B, S)."""
