@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from hftune.batch_plan import SURVEYED, BatchPlan, MicroBatch, by_length, known_lengths
 from hftune.build import Parts, check_micro_batches, first_epoch
 from hftune.config import EvalConfig, Recipe, TrainConfig
-from hftune.data.cache import cached_arrays, kept_arrays
+from hftune.data.cache import cached_arrays, kept_arrays, saying
 from hftune.data.digest import content_digest
 from hftune.distributed.devices import precision_notices
 from hftune.errors import ConfigError
@@ -268,7 +269,6 @@ def add_references(recipe: Recipe, strategy: Strategy, model: nn.Module, base: s
     config = replace(recipe.eval, metrics=[], show_samples=0)
     for dataset in datasets:
         dataset.add_column("reference", _reference(strategy, dataset, config, [*start, *names]))
-    strategy.end_workers()  # which have the samples without it
 
 
 def _reference(strategy: Strategy, dataset: Any, config: EvalConfig, key: list[Any]) -> np.ndarray:
@@ -286,7 +286,10 @@ def _reference(strategy: Strategy, dataset: Any, config: EvalConfig, key: list[A
 
     found = strategy.on_main(look)
     if found is None:
-        evaluation = evaluate(strategy, dataset, config)
+        said = cache(partial(saying, "Reference", unit="micro-batches"))
+        evaluation = evaluate(
+            strategy, dataset, config, on_scored=lambda done, total: said(total)(done) if strategy.is_main else None
+        )
         found = strategy.on_main(lambda: keep(evaluation.rows))
     return found
 

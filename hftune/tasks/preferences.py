@@ -12,8 +12,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from hftune.config.keys import key
-from hftune.data.messages import BadChat
-from hftune.data.preferences import PROBLEMS, PROMPTS, SIDES, BadPair, encode, pair_of
+from hftune.data.messages import BadChat, ChatError
+from hftune.data.preferences import PROBLEMS, PROMPTS, SIDES, encode, pair_of
 from hftune.errors import DataError
 from hftune.metrics.records import directions
 from hftune.tasks.chat_task import ChatTask
@@ -91,7 +91,7 @@ class Preferences(ChatTask):
     def messages_of(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         try:
             return pair_of(row, self.read_columns)[0]
-        except BadPair:  # which is refused, or dropped, as a pair
+        except ChatError:  # it is refused, or dropped, as a pair
             return []
 
     def tokenized(self, split: str) -> Texts:

@@ -102,9 +102,9 @@ def test_the_reference_is_computed_once(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     counts, evaluate_inner = [], settle.evaluate
 
-    def counted(strategy, dataset, config):
+    def counted(strategy, dataset, config, **rest):
         counts.append(len(dataset))
-        return evaluate_inner(strategy, dataset, config)
+        return evaluate_inner(strategy, dataset, config, **rest)
 
     monkeypatch.setattr(settle, "evaluate", counted)
     for name, words, expected in (

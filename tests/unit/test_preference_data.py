@@ -102,6 +102,12 @@ def test_a_row_that_is_no_chat_is_refused_with_its_number_or_dropped(own):
     assert "1 pair that cannot be written as chats." in recipe.task.notices({"train": pairs}, None)[-1]
 
 
+def test_a_row_whose_messages_are_out_of_order_is_dropped_as_well(own):
+    bad = {"prompt": [ASK], "chosen": [{"role": "system", "content": "x"}, GOOD], "rejected": [BAD]}
+    pairs = load_datasets(own(LAYOUTS["TRL's messages"][0], bad, words=("task.bad_pairs=drop",)))["train"]
+    assert len(pairs) == 1 and pairs[0]["dropped"].tolist() == [0, 0, 0, 1]
+
+
 def test_where_no_pair_is_left_nothing_is_trained(own):
     with pytest.raises(DataError, match=r"has 1 pair with equal answers; the first at row 0\. Remove them\."):
         load_datasets(own(ROWS[1], words=("task.bad_pairs=drop",)))
