@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -109,7 +109,7 @@ def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     config, model = recipe.train, parts.model
     parts.plan = plan = replace(parts.plan, parts=config.parts, width=width_of(model))
     if not may_be_packed(recipe, plan, model):
-        check_context(strategy, model, "training computes padding")
+        check_spreadable(recipe.task, model, strategy.together, "training computes padding")
         compute_padding(model)
         return
     strategy.progress.stage("trying the model without padding")
@@ -124,7 +124,7 @@ def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
         return packing_problem(model, recipe.task, dataset, samples, strategy.device, half, needs_mask)
 
     reason = strategy.tried(model, tried)
-    check_context(strategy, model, reason)
+    check_spreadable(recipe.task, model, strategy.together, reason)
     if reason is None:
         strategy.collate_packed = collate_for(model, recipe.task)
         parts.plan = without_padding(config, plan, recipe.parallel.pipeline_stages)
@@ -138,18 +138,19 @@ def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
         )
 
 
-def check_context(strategy: Strategy, model: nn.Module, reason: str | None) -> None:
+def check_spreadable(task: Any, model: nn.Module, context: int, reason: str | None) -> None:
     """Refuse to spread the tokens of a micro-batch over processes where that gives something else.
 
     Args:
+        context: number of processes that compute one.
         reason: why the model cannot be trained without padding; None if it can.
 
     Raises:
         ConfigError: naming the reason.
     """
-    if strategy.together == 1:
+    if context == 1:
         return
-    if isinstance(strategy.task, BatchLossTask):
+    if isinstance(task, BatchLossTask):
         reason = "its loss compares samples with each other"
     elif hasattr(model, "load_balancing"):
         reason = "its experts are balanced (task.model_config.output_router_logits)"
@@ -157,11 +158,11 @@ def check_context(strategy: Strategy, model: nn.Module, reason: str | None) -> N
         reason = f"it cannot leave out padding: {reason}"
     elif hasattr(type(model), "find_packing"):
         reason = "its attention knows more than one kind of tokens"
-    elif (heads := model.config.get_text_config().num_attention_heads) % strategy.together:
-        reason = f"its {heads} attention heads cannot be shared out equally"
+    elif not (heads := getattr(model.config.get_text_config(), "num_attention_heads", 0)) or heads % context:
+        reason = f"its {heads or 'unknown number of'} attention heads cannot be shared out equally"
     if reason is not None:
         raise ConfigError(
-            f"parallel.context={strategy.together}: the tokens of {type(model).__name__} cannot be spread over processes, "
+            f"parallel.context={context}: the tokens of {type(model).__name__} cannot be spread over processes, "
             f"because {reason}. Set parallel.context=1."
         )
 
@@ -236,7 +237,8 @@ def prepare(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
         raise ConfigError(
             f"{type(model).__name__} drops whole layers at random: {', '.join(f'{name}={drops[name]}' for name in drops)}. "
             f"{type(strategy).__name__} cannot compute that, as its processes meet in each layer. Set "
-            f"{' '.join(f'task.model_config.{name}=0' for name in drops)}, or train without FSDP and pipeline stages."
+            f"{' '.join(f'task.model_config.{name}=0' for name in drops)}, or train without FSDP, "
+            "pipeline stages and parallel.context."
         )
     settle_packing(recipe, strategy, parts)
     plan, train, *others = parts.plan, *parts.datasets.values()
@@ -298,6 +300,8 @@ def warm_up_strategy(recipe: Recipe, strategy: Strategy, plan: BatchPlan, datase
     """Let the strategy do the one-time work of a first step, and return what ``Strategy.warm_up`` does. Collective."""
     strategy.progress.stage("the warm-up backward pass")
     first, *_ = plan.epoch(0)[0]
+    if strategy.together > 1:  # a micro-batch with fewer tokens than processes would not show whether they can be shared out
+        first = max(chain.from_iterable(first_steps(plan)), key=lambda micro_batch: micro_batch.tokens)
     return strategy.warm_up(first_epoch(recipe, datasets), first, frozen=recipe.train.batch_norm == "frozen")
 
 

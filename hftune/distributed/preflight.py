@@ -50,7 +50,7 @@ def check_launcher(recipe: Recipe) -> None:
     check_options(recipe.train)
     if recipe.parallel.pipeline_stages > 1:
         check_parallel(recipe, ProcessInfo.from_environment().world_size)
-    _check_context(recipe, ProcessInfo.from_environment().world_size)
+    check_context(recipe, ProcessInfo.from_environment().world_size)
     if asks_for_fsdp():
         _check_fsdp(recipe)
     elif recipe.train.fsdp_gather != "float32":
@@ -65,8 +65,12 @@ def check_launcher(recipe: Recipe) -> None:
         )
 
 
-def _check_context(recipe: Recipe, world_size: int) -> None:
-    """Reject what does not work where several processes compute a micro-batch together, or raise ConfigError."""
+def check_context(recipe: Recipe, world_size: int) -> None:
+    """Reject what does not work where several processes compute a micro-batch together.
+
+    Raises:
+        ConfigError: naming it.
+    """
     context, train = recipe.parallel.context, recipe.train
     if context == 1 or world_size == 1:
         return

@@ -69,6 +69,8 @@ class Dropout(nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or not 0 < threshold(self.p) < LEVELS:
             return super().forward(input)
+        if self.context is not None and input.ndim == 2:  # tokens without the dimension of a batch
+            return self.forward(input[None])[0]
         part = None if self.context is None else self.context.part(input.shape)
         if input.device.type == "cpu":
             return _Masked.apply(input, self.p, part)

@@ -29,6 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hftune.errors import ConfigError
 from hftune.models.dropout import attention_with_dropout
 from hftune.models.kinds import ATTENTION
 
@@ -163,6 +164,11 @@ def packed_attention(
     if (repeats := query.shape[1] // key.shape[1]) > 1:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     if (context := packing.context) is not None:
+        if dropout and query.is_cuda:
+            raise ConfigError(
+                f"parallel.context={context.size}: on GPUs, attention draws its dropout where it cannot be divided. Set the "
+                "model's attention dropout to 0, or parallel.context=1."
+            )
         query, key, value = context.by_heads([query, key, value])
     if query.is_cuda and (query.dtype != torch.float32 or sliding_window is None):
         q, k, v = (x_1HNd[0].transpose(0, 1) for x_1HNd in (query, key, value))

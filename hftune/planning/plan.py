@@ -33,7 +33,7 @@ from hftune.config.sections import DOUBLING, CheckpointConfig, EvalConfig, Paral
 from hftune.data.augmentation import augmented
 from hftune.distributed.accelerator import on_cpu
 from hftune.distributed.devices import computes_bf16
-from hftune.distributed.preflight import auto_key, check_parallel
+from hftune.distributed.preflight import auto_key, check_context, check_parallel
 from hftune.errors import ConfigError, first_line
 from hftune.models.adapters import base_tensors, has_adapter
 from hftune.models.kinds import compute_padding, is_linear
@@ -56,7 +56,7 @@ from hftune.planning.memory import (
 )
 from hftune.planning.pipeline import PipelineMeter, idle_share
 from hftune.planning.record import Data, Disk, Group, Memory, PipelinePlan, Plan, Rate, Steps, Work
-from hftune.settle import may_be_packed, may_score_head, width_of, without_padding
+from hftune.settle import check_spreadable, may_be_packed, may_score_head, width_of, without_padding
 from hftune.strategies.base import dummy_micro_batch
 from hftune.strategies.compilation import repeated_layers
 from hftune.strategies.fitting import largest_micro_batch_size, largest_micro_batch_tokens
@@ -87,10 +87,8 @@ def make_plan(recipe: Recipe, num_processes: int = 1, device: str | None = None,
     """
     if num_processes < 1:
         raise ConfigError(f"--processes {num_processes} must be at least 1.")
-    wanted = {"context": recipe.parallel.context} | ({"replicas": recipe.parallel.replicas} if fsdp else {})
-    for name, count in wanted.items():
-        if num_processes > 1 and num_processes % count:
-            raise ConfigError(f"parallel.{name}={count} does not divide --processes {num_processes}.")
+    if fsdp and num_processes % recipe.parallel.replicas:
+        raise ConfigError(f"parallel.replicas={recipe.parallel.replicas} does not divide --processes {num_processes}.")
     if fsdp and (num_processes == 1 or recipe.parallel.pipeline_stages > 1 or recipe.adapter.quantize is not None):
         raise ConfigError(
             "--fsdp: it needs two processes or more (--processes), and goes neither with parallel.pipeline_stages nor with "
@@ -103,12 +101,15 @@ def make_plan(recipe: Recipe, num_processes: int = 1, device: str | None = None,
     config, parallel = recipe.train, recipe.parallel
     if parallel.pipeline_stages > 1:
         check_parallel(recipe, num_processes)
+    check_context(recipe, num_processes)
     context = parallel.context if num_processes > 1 else 1
     dp_size = num_processes // (parallel.pipeline_stages * context)
     datasets = load_datasets(recipe)
     model = build_on_meta(recipe, unsure)
     batches, looked_at = surveyed(plan_batches(recipe, datasets["train"]), unsure)
     batches, collate = planned_batches(recipe, batches, model)
+    if model is not None:
+        check_spreadable(recipe.task, model, context, None if batches.packed else "training computes padding")
     auto, largest = auto_key(config), largest_micro_batch_size(batches, num_processes)
     if auto == "train.micro_batch_size" and not batches.packed:
         batches = replace(batches, micro_batch_size=largest)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, all_reduce, all_to_all_single
 
+from hftune.errors import ConfigError
 from hftune.models.dropout import Dropout
 from hftune.models.scored_head import NO_TARGET
 
@@ -67,9 +68,19 @@ class Context:
         return _Sum.apply(hidden_BTC, self.group)
 
     def part(self, shape: torch.Size) -> tuple[int, int] | None:
-        """Return at which of how many tokens (1, n, ...) begin, for ``draw_mask``; None: these are all."""
-        is_own = self.tokens is not None and len(shape) > 1 and shape[1] == self.tokens[self.rank]
-        return (self.start, sum(self.tokens)) if is_own else None
+        """Return at which of how many tokens (1, n, ...) begin, for ``draw_mask``; None: these are all.
+
+        Raises:
+            ConfigError: it is a tensor of something else than the tokens of this process.
+        """
+        if self.tokens is None:
+            return None
+        if len(shape) < 3 or shape[1] != self.tokens[self.rank]:
+            raise ConfigError(
+                f"parallel.context={self.size}: a layer draws dropout for a tensor {tuple(shape)}, which has no row for each "
+                "token, so that it cannot be divided. Set its dropout to 0, or parallel.context=1."
+            )
+        return self.start, sum(self.tokens)
 
     def heads(self, count: int) -> tuple[int, int]:
         """Return the number of the first of this process's heads, and of all heads."""
