@@ -201,6 +201,20 @@ def agents_exchange_sizes_and_ranks_in_their_store():
 # accelerate
 
 
+def sharded_modules_know_what_is_gathered():
+    state = imported("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState")
+    group = imported("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup")
+    assert state()._fsdp_param_groups == [] and callable(state._lazy_init)
+    assert callable(group._to_sharded) and callable(imported("torch.distributed.fsdp.FSDPModule")._get_fsdp_state)
+
+
+def generation_asks_whether_fsdp_has_a_module():
+    module, asked = nn.Linear(1, 1), imported("transformers.distributed.fsdp.is_fsdp_managed_module")
+    for answer in (True, False):
+        module._is_fsdp_managed_module = answer
+        assert asked(module) == answer
+
+
 def state_is_shared_and_can_be_reset():
     from accelerate.state import AcceleratorState, PartialState
 
@@ -402,6 +416,41 @@ TABLE = [
         "puts values into sharded parameters on the meta device, and FSDP and tied weights notice",
         "pytorch: to_empty for some of a model's tensors",
         modules_apply_a_function_to_their_tensors,
+    ),
+    Upstream(
+        "_get_fsdp_state",
+        "strategies",
+        "processes that generate on shards gather a unit when one of them needs it",
+        "pytorch: FSDPModule says whether it is gathered",
+        sharded_modules_know_what_is_gathered,
+    ),
+    Upstream(
+        "_fsdp_param_groups",
+        "strategies",
+        "processes that generate on shards gather a unit when one of them needs it",
+        "pytorch: FSDPModule says whether it is gathered",
+        sharded_modules_know_what_is_gathered,
+    ),
+    Upstream(
+        "_lazy_init",
+        "strategies",
+        "processes that generate on shards gather a unit when one of them needs it",
+        "pytorch: FSDPModule says whether it is gathered",
+        sharded_modules_know_what_is_gathered,
+    ),
+    Upstream(
+        "_to_sharded",
+        "strategies",
+        "processes that generate on shards gather a unit when one of them needs it",
+        "pytorch: FSDPModule says whether it is gathered",
+        sharded_modules_know_what_is_gathered,
+    ),
+    Upstream(
+        "_is_fsdp_managed_module",
+        "strategies",
+        "transformers would have all processes generate equally many tokens",
+        NO_ISSUE,
+        generation_asks_whether_fsdp_has_a_module,
     ),
     Upstream(
         "_compiled_call_impl",
