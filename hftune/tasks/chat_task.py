@@ -17,15 +17,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hftune.config.keys import key
 from hftune.data.chats import ChatError, ChatFormat, messages_of, tools_of
 from hftune.data.columns import TEXTS, Role
-from hftune.data.messages import as_messages, without_nulls
+from hftune.data.messages import BadChat, as_messages, without_nulls
 from hftune.errors import ConfigError, DataError
 from hftune.hooks import Hooks
 from hftune.tasks.text import MAX_SHOWN, NO_LABEL, TextTask, pieces
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
     from transformers.generation import BaseStreamer
 
+    from hftune.data.tokenized import Texts
     from hftune.task import Batch
 
 LEARNED = 2**16
@@ -139,6 +141,34 @@ class ChatTask(TextTask):
     @property
     def _least_in_place(self) -> float:
         return math.inf if self.prepare == "auto" else super()._least_in_place  # a late chat may be several samples
+
+    def written(
+        self,
+        name: str,
+        split: str,
+        encode: Callable[..., dict[str, list]],
+        settings: Mapping[str, Any],
+        arrays: Callable[[Dataset], dict[str, Any]],
+    ) -> Texts:
+        """Return the samples of a split, by ``name`` in the cache: the arrays of what ``encode`` makes of its rows.
+
+        Raises:
+            DataError: naming the row for which ``encode`` raised BadChat.
+        """
+        from hftune.data.cache import idle_cores, mapped
+        from hftune.data.tokenized import cached_texts, tokenizer_key
+
+        rows = self.rows[split]
+
+        def make() -> dict[str, Any]:
+            given = {"chats": self.chat_format, "columns": self.read_columns, **settings}
+            try:
+                return arrays(mapped(rows, encode, f"Tokenizing {split}", idle_cores(len(rows)), numbered=True, **given))
+            except BadChat as error:
+                raise DataError(self._about_row(split, *error.args)) from error
+
+        depends_on = [rows._fingerprint, tokenizer_key(self.text_tokenizer), self.read_columns, self.chat_format.key, settings]
+        return cached_texts([name, *depends_on], make)
 
     def samples_of_each(self, dataset: Any) -> list[int]:
         import numpy as np

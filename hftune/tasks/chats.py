@@ -164,19 +164,12 @@ class Chats(ChatTask, TokenTask):
         return one_each
 
     def tokenized(self, split: str) -> Any:
-        from hftune.data.cache import idle_cores, mapped
-        from hftune.data.tokenized import cached_texts, flat_arrays, tokenizer_key
+        from hftune.data.tokenized import flat_arrays
 
         if split in self.later:
             return super().tokenized(split)
-        rows, tokenizer, settings = self.rows[split], self.text_tokenizer, self._settings
 
-        def make() -> dict[str, Any]:
-            given = {"chats": self.chat_format, "columns": self.read_columns, **settings}
-            try:
-                encoded = mapped(rows, encode, f"Tokenizing {split}", idle_cores(len(rows)), numbered=True, **given)
-            except BadChat as error:
-                raise DataError(self._about_row(split, *error.args)) from error
+        def arrays(encoded: Dataset) -> dict[str, Any]:
             if len(encoded) == 0:
                 raise DataError(
                     f"No chat of the {split} split has at most task.max_length={self.max_length} tokens. Raise it; or, if the "
@@ -184,8 +177,7 @@ class Chats(ChatTask, TokenTask):
                 )
             return flat_arrays(encoded)
 
-        depends_on = [rows._fingerprint, tokenizer_key(tokenizer), self.read_columns, self.chat_format.key, settings]
-        return cached_texts(["chats", *depends_on], make)
+        return self.written("chats", split, encode, self._settings, arrays)
 
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
         import numpy as np

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from hftune.config.keys import key
-from hftune.data.messages import BadChat, ChatError
+from hftune.data.messages import ChatError
 from hftune.data.preferences import PROBLEMS, PROMPTS, SIDES, encode, pair_of
 from hftune.errors import DataError
 from hftune.metrics.records import directions
@@ -99,22 +99,15 @@ class Preferences(ChatTask):
         first of them, how many rows were left out for each of PROBLEMS."""
         import numpy as np
 
-        from hftune.data.cache import idle_cores, mapped
-        from hftune.data.tokenized import OFFSETS, cached_texts, flat_arrays, tokenizer_key
+        from hftune.data.tokenized import OFFSETS, flat_arrays
 
-        rows, drops = self.rows[split], self.bad_pairs == "drop"
-        settings = {"max_length": self.max_length, "drops": drops}
+        drops = self.bad_pairs == "drop"
 
-        def make() -> dict[str, Any]:
-            given = {"chats": self.chat_format, "columns": self.read_columns, **settings}
-            try:
-                encoded = mapped(rows, encode, f"Tokenizing {split}", idle_cores(len(rows)), numbered=True, **given)
-            except BadChat as error:
-                raise DataError(self._about_row(split, *error.args)) from error
+        def comparable(encoded: Dataset) -> dict[str, Any]:
             arrays: dict[str, Any] = dict(flat_arrays(encoded))
             problems = arrays.pop("problem")
             bad, counts = np.flatnonzero(problems), np.bincount(problems, minlength=1 + len(PROBLEMS))[1:]
-            if len(bad) and (not drops or len(bad) == len(rows)):
+            if len(bad) and (not drops or len(bad) == len(problems)):
                 advice = "Remove them" if drops else "Set task.bad_pairs=drop to leave them out"
                 row = self.row_of(split)(int(bad[0]))
                 raise DataError(f"The {split} split has {self._described(counts)}; the first at row {row}. {advice}.")
@@ -125,8 +118,7 @@ class Preferences(ChatTask):
             dropped[0] = counts
             return {**arrays, "dropped": dropped}
 
-        depends_on = [rows._fingerprint, tokenizer_key(self.text_tokenizer), self.read_columns, self.chat_format.key, settings]
-        return cached_texts(["pairs", *depends_on], make)
+        return self.written("pairs", split, encode, {"max_length": self.max_length, "drops": drops}, comparable)
 
     def _described(self, counts: np.ndarray) -> str:
         """Return how many pairs have each of PROBLEMS, in words."""

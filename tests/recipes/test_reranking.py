@@ -14,7 +14,7 @@ import hftune
 from hftune import ConfigError, DataError, Recipe, train
 from hftune.cli import main
 from tests.parity.test_fully_sharded import same
-from tests.support.runs import TINY, train_on
+from tests.support.runs import NO_DROPOUT, TINY, train_on
 
 QUICK = (
     *(word for word in TINY if "max_length" not in word),
@@ -66,6 +66,14 @@ def test_losses_and_gradient_norms_are_those_of_one_process(runs, name):
 @pytest.mark.parametrize("name", ["sharded", "spread"])
 def test_so_are_those_of_sharded_weights_and_tokens(runs, name):
     same(runs[name], runs["listwise on 1"])
+
+
+def test_without_dropout_losses_do_not_depend_on_micro_batches(folder):
+    words = ("recipe=reranking_demo", *QUICK, *NO_DROPOUT)
+    jobs = {f"micro {size}": (*words, f"train.micro_batch_size={size}") for size in (1, 5, 12)}
+    found = train_on(1, jobs, folder)
+    for name in ("micro 1", "micro 5"):
+        same(found[name], found["micro 12"])
 
 
 def test_a_resumed_run_is_the_same_to_the_bit(runs):
