@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +61,9 @@ def yelp(somewhere_else):
     shown = ("track.run_name=mine", "track.group=first ones", "track.tags=[small,by hand]", "track.notes=A *try*.")
     models = ("track.upload=all", "track.register=stars")
     recipe = Recipe.load("yelp_demo", *TINY, *DATA, *overrides, dashboards, *shown, *models)
-    train(recipe)
+    with redirect_stdout(StringIO()) as said:
+        train(recipe)
+    assert "The model is version 1 of stars" in said.getvalue(), said.getvalue()
     return recipe, only_run()
 
 
