@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.data.columns import TEXTS, Role
-from hftune.tasks.text import TextTask
+from hftune.tasks.text import SeveralTexts
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
     from hftune.task import Batch
@@ -25,7 +24,7 @@ POSITIVES = ("positive", "answer", "document", "passage", "pos", "sentence2", "s
 
 
 @dataclass
-class ComparedTexts(TextTask):
+class ComparedTexts(SeveralTexts):
     """Base of tasks that compare texts for an anchor. ``encode`` returns the tokens of each, in columns named by ``ids_of``."""
 
     anchor_column: str | None = None
@@ -53,17 +52,9 @@ class ComparedTexts(TextTask):
         """K: the anchor, the positive and the negatives."""
         return 2 + len(self.negative_columns)
 
-    def lengths(self, dataset: Any) -> np.ndarray:
-        return self.sizes(dataset).sum(1)
-
-    def sizes(self, dataset: Any) -> np.ndarray:
-        from hftune.data.tokenized import sizes_of
-
-        return sizes_of(dataset, [ids_of(index) for index in range(self.num_texts)])
-
-    def padded_length(self, sizes: Sequence[int]) -> int:
-        """Return the tokens of a sample's texts, which are padded to the longest of them."""
-        return len(sizes) * max(sizes)
+    @property
+    def token_columns(self) -> Sequence[str]:
+        return [ids_of(index) for index in range(self.num_texts)]
 
     def collate(self, examples: Sequence[dict[str, Any]]) -> Batch:
         """Pad to the longest text: input_ids, attention_mask and, if there are, token_type_ids (N, T) int64; and the rest.

@@ -519,6 +519,27 @@ class TokenTask(TextTask):
         return int((target != NO_LABEL).sum())
 
 
+@dataclass
+class SeveralTexts(TextTask):
+    """Base of tasks whose samples are several texts each, padded to the longest of them."""
+
+    @property
+    def token_columns(self) -> Sequence[str]:
+        """Names of the columns with the tokens of a sample's texts."""
+        raise NotImplementedError
+
+    def lengths(self, dataset: Any) -> np.ndarray:
+        return self.sizes(dataset).sum(1)
+
+    def sizes(self, dataset: Any) -> np.ndarray:
+        from hftune.data.tokenized import sizes_of
+
+        return sizes_of(dataset, self.token_columns)
+
+    def padded_length(self, sizes: Sequence[int]) -> int:
+        return len(sizes) * max(sizes)
+
+
 _SHARED = frozenset(item.name for item in fields(TextTask))
 """Fields on which tokens depend only through rows and tokenizer."""
 
