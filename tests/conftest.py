@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -73,6 +74,14 @@ def no_session_of_wandb_outlives_a_test():
     yield
     if "wandb" in sys.modules:
         sys.modules["wandb"].teardown()
+
+
+@pytest.fixture(autouse=True)
+def no_signal_handler_outlives_a_test():
+    """Forks of later tests would have it, and would not end when they are asked to."""
+    before = [*map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))]
+    yield
+    assert [*map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))] == before
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ def test_patience_that_is_no_number_is_the_default(monkeypatch, signals):
     assert Signals()._patience == forks.SHUTDOWN_S
 
 
-def test_a_module_that_cannot_be_imported_is_named_with_its_reason(tmp_path, capsys, monkeypatch):
+def test_a_module_that_cannot_be_imported_is_named_with_its_reason(tmp_path, capsys, monkeypatch, signals):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
     assert forks.main([json.dumps({"least": 2, "most": 2}), str(tmp_path), "no_such_library", "hftune.run", "recipe=x"]) == 2
     said = "Task.libraries names no_such_library, which cannot be imported: ModuleNotFoundError: No module named 'no_such_library'."
