@@ -158,6 +158,22 @@ class ChatFormat:
             before = ids
         return samples
 
+    def whole(self, messages: Sequence[Mapping[str, Any]], tools: list | None = None) -> ChatSample:
+        """Return a chat to its very end, as transformers' ``apply_chat_template`` writes it, for models that score its answers.
+
+        Its labels, one fewer than its tokens, are what follows the prompt of the first answer that is to be trained.
+
+        Raises:
+            ChatError: the template cannot write this chat, or writes no answer.
+        """
+        self._check_control_tokens(messages, tools)
+        ids = self._ids(self._render(messages, tools))
+        first = next(place for place, message in enumerate(messages) if is_trained(message))
+        start = max(1, _num_common(self._ids(self._render(messages[:first], tools, prompt=True)), ids))
+        if start >= len(ids):
+            raise ChatError(f"Message {first}: the chat template leaves it out.")
+        return ChatSample(ids, [NO_LABEL] * (start - 1) + ids[start:], (len(ids),))
+
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: list | None = None) -> list[int]:
         """Return the tokens that inference feeds the model for its next answer."""
         self._check_control_tokens(messages, tools)

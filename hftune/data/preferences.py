@@ -5,6 +5,7 @@ Independent of losses and models.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -47,22 +48,7 @@ def pair_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[list[dic
         BadPair: the answers are equal, or one is empty.
         ChatError: an answer has no prompt, or the messages are out of order.
     """
-    both = [_listed(row[columns[f"{side}_column"]], "assistant") for side in SIDES]
-    if any(chat[0].get("role") == "assistant" for chat in both if chat):
-        prompt = _listed(row[columns["prompt_column"]], "user") if "prompt_column" in columns else []
-        if prompt and prompt[-1].get("role") == "assistant" and not prompt[-1].get("content"):
-            prompt.pop()  # HH-RLHF's prompts end in "Assistant:"
-        if not prompt:
-            raise ChatError("Its answers have no prompt. Set task.prompt_column.")
-        both = [prompt + chat if chat and chat[0].get("role") == "assistant" else chat for chat in both]
-    system = row[columns["system_column"]] if "system_column" in columns else None
-    if system:
-        both = [
-            chat if chat and chat[0].get("role") == "system" else [{"role": "system", "content": system}, *chat]
-            for chat in both
-        ]
-    if any(not chat or not (str(chat[-1].get("content") or "").strip() or chat[-1].get("tool_calls")) for chat in both):
-        raise BadPair(2)
+    both = [conversation_of(row, columns, f"{side}_column") for side in SIDES]
     if both[0] == both[1]:
         raise BadPair(1)
     common, most = 0, min(map(len, both)) - 1
@@ -76,6 +62,33 @@ def pair_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[list[dic
     return [messages_of({"messages": chat}) for chat in marked]
 
 
+def conversation_of(row: Mapping[str, Any], columns: Mapping[str, str], answer: str) -> list[dict[str, Any]]:
+    """Return a row's prompt with an answer, or the answer alone if it is a whole conversation, as messages not yet checked.
+
+    Args:
+        columns: see ``pair_of``.
+        answer: field that names the column of the answer.
+
+    Raises:
+        BadPair: the answer is empty.
+        ChatError: it has no prompt.
+    """
+    chat = _listed(row[columns[answer]], "assistant")
+    if chat and chat[0].get("role") == "assistant":
+        prompt = _listed(row[columns["prompt_column"]], "user") if "prompt_column" in columns else []
+        if prompt and prompt[-1].get("role") == "assistant" and not prompt[-1].get("content"):
+            prompt.pop()  # HH-RLHF's prompts end in "Assistant:"
+        if not prompt:
+            raise ChatError("Its answers have no prompt. Set task.prompt_column.")
+        chat = prompt + chat
+    system = row[columns["system_column"]] if "system_column" in columns else None
+    if system and not (chat and chat[0].get("role") == "system"):
+        chat = [{"role": "system", "content": system}, *chat]
+    if not chat or not (str(chat[-1].get("content") or "").strip() or chat[-1].get("tool_calls")):
+        raise BadPair(2)
+    return chat
+
+
 def encode(
     rows: dict[str, list],
     indices: list[int],
@@ -83,38 +96,52 @@ def encode(
     columns: Mapping[str, str],
     max_length: int,
     drops: bool,
+    whole: bool,
 ) -> dict[str, list]:
     """Tokenize some rows, given as lists of the values of each column.
 
+    Args:
+        whole: as ``ChatFormat.whole`` does.
+
     Returns:
-        chosen and chosen_labels, rejected and rejected_labels; row, its index; and problem, 0 or the number of one of PROBLEMS.
-        A row with a problem has no tokens.
+        chosen and chosen_labels, rejected and rejected_labels; row, its index; problem, 0 or the number of one of PROBLEMS; and
+        margin, 0 without a column of margins. A row with a problem has no tokens.
 
     Raises:
         BadChat: a row cannot be written as chats; unless ``drops``.
     """
     names = [name for side in SIDES for name in (side, f"{side}_labels")]
-    found: dict[str, list] = {name: [] for name in (*names, "row", "problem")}
+    found: dict[str, list] = {name: [] for name in (*names, "row", "problem", "margin")}
     for place, index in enumerate(indices):
-        problem, values = 0, [[], [], [], []]
+        problem, margin, values = 0, 0.0, [[], [], [], []]
+        row = {name: column[place] for name, column in rows.items()}
         try:
-            values = _tokens({name: column[place] for name, column in rows.items()}, chats, columns, max_length)
+            values, margin = _tokens(row, chats, columns, max_length, whole), _margin(row, columns)
         except BadPair as error:
             problem = error.problem
         except ChatError as error:
             if not drops:
                 raise BadChat(index, str(error)) from error
             problem = len(PROBLEMS)
-        for name, value in zip((*names, "row", "problem"), (*values, index, problem), strict=True):
+        for name, value in zip(found, (*values, index, problem, margin), strict=True):
             found[name].append(value)
     return found
 
 
-def _tokens(row: Mapping[str, Any], chats: ChatFormat, columns: Mapping[str, str], max_length: int) -> list[list[int]]:
+def _margin(row: Mapping[str, Any], columns: Mapping[str, str]) -> float:
+    margin = row[columns["margin_column"]] if "margin_column" in columns else 0.0
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin):
+        raise ChatError(f"Its margin is {margin!r}, which is no finite number.")
+    return float(margin)
+
+
+def _tokens(
+    row: Mapping[str, Any], chats: ChatFormat, columns: Mapping[str, str], max_length: int, whole: bool
+) -> list[list[int]]:
     tools = tools_of(row, columns["tools_column"]) if "tools_column" in columns else None
     samples = []
     for side, messages in zip(SIDES, pair_of(row, columns), strict=True):
-        found = chats.samples(messages, tools)
+        found = [chats.whole(messages, tools)] if whole else chats.samples(messages, tools)
         if len(found) > 1:
             count = sum(map(is_trained, messages))
             raise ChatError(f"The template writes the {count} {side} answers differently once a later one follows.")

@@ -34,13 +34,18 @@ TASKS = {
     "LanguageModeling": ("text-generation", "that continues texts"),
     "Preferences": ("text-generation", "that answers chats as people prefer"),
     "Reranking": ("text-ranking", "that scores texts for a query"),
+    "RewardModel": ("text-ranking", "that scores answers to chats"),
     "Seq2Seq": ("text2text-generation", "that writes a text for a text"),
     "SequenceClassification": ("text-classification", "that classifies texts"),
     "TitleGeneration": ("summarization", "that writes titles for texts"),
     "TokenClassification": ("token-classification", "that tags the words of texts"),
 }
 """The Hub's name of each shipped task, and what its models do, by class."""
-INPUTS = {"image-classification": '["image.png"]', "image-to-image": '[("image.png", "mask.png")]'}
+INPUTS = {
+    "image-classification": '["image.png"]',
+    "image-to-image": '[("image.png", "mask.png")]',
+    "text-ranking": '[["A question?", "An answer."]]',
+}
 """Inputs of ``TrainedModel.predict`` in the example, where they are not texts."""
 
 

@@ -7,6 +7,7 @@ from hftune.tasks.image_restoration import ImageRestoration
 from hftune.tasks.language_modeling import LanguageModeling
 from hftune.tasks.preferences import Preferences
 from hftune.tasks.reranking import Reranking
+from hftune.tasks.reward_model import RewardModel
 from hftune.tasks.seq2seq import Seq2Seq
 from hftune.tasks.sequence_classification import SequenceClassification
 from hftune.tasks.title_generation import TitleGeneration
@@ -20,6 +21,7 @@ __all__ = [
     "LanguageModeling",
     "Preferences",
     "Reranking",
+    "RewardModel",
     "Seq2Seq",
     "SequenceClassification",
     "TitleGeneration",

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from hftune.data.messages import ChatError
 from hftune.data.preferences import PROBLEMS, PROMPTS, SIDES, encode, pair_of
 from hftune.errors import DataError
+from hftune.metrics.records import directions
 from hftune.tasks.chat_task import ChatTask
-from hftune.tasks.text import NO_LABEL, SeveralTexts
+from hftune.tasks.text import NO_LABEL, SeveralTexts, beginning
 
 if TYPE_CHECKING:
     import numpy as np
     from datasets import Dataset
+    from torch import Tensor
     from transformers import PreTrainedModel
 
     from hftune.data.tokenized import Texts
@@ -45,6 +48,8 @@ class AnswerPairs(ChatTask, SeveralTexts):
 
     samples_are = "pairs"
     libraries = (*ChatTask.libraries, "hftune.data.preferences")
+    metric_directions = directions("accuracy", "margin", *(f"{side}_{what}" for what in ("reward", "length") for side in SIDES))
+    sample_fields = ("prompt", *SIDES, "margin")
 
     def find_columns(self, rows: Dataset) -> dict[str, str]:
         """Return the columns of both answers, and those of prompts, system messages and tools, if there are any."""
@@ -63,8 +68,8 @@ class AnswerPairs(ChatTask, SeveralTexts):
             return []
 
     def tokenized(self, split: str) -> Texts:
-        """Return the pairs of a split: chosen and chosen_labels, rejected and rejected_labels, their row, and dropped: in the
-        first of them, how many rows were left out for each of PROBLEMS."""
+        """Return the pairs of a split: chosen and chosen_labels, rejected and rejected_labels, their row and margin; and
+        dropped: in the first of them, how many rows were left out for each of PROBLEMS."""
         import numpy as np
 
         from hftune.data.tokenized import OFFSETS, flat_arrays
@@ -80,13 +85,14 @@ class AnswerPairs(ChatTask, SeveralTexts):
                 row = self.row_of(split)(int(bad[0]))
                 raise DataError(f"The {split} split has {self._described(counts)}; the first at row {row}. {advice}.")
             for name in arrays:  # those that are bad have no tokens
-                arrays[name] = np.delete(arrays[name], bad + 1) if name.endswith(OFFSETS) else arrays[name]
-            arrays["row"] = np.delete(arrays["row"], bad)
+                if name + OFFSETS not in arrays:
+                    arrays[name] = np.delete(arrays[name], bad + 1 if name.endswith(OFFSETS) else bad)
             dropped = np.zeros((len(arrays["row"]), len(PROBLEMS)), np.int32)
             dropped[0] = counts
             return {**arrays, "dropped": dropped}
 
-        return self.written("pairs", split, encode, {"max_length": self.max_length, "drops": drops}, comparable)
+        settings = {"max_length": self.max_length, "drops": drops, "whole": not self.generates}
+        return self.written("pairs", split, encode, settings, comparable)
 
     def _described(self, counts: np.ndarray) -> str:
         """Return how many pairs have each of PROBLEMS, in words."""
@@ -119,6 +125,33 @@ class AnswerPairs(ChatTask, SeveralTexts):
                     f"Dropped of the {len(self.rows[split]):,} rows of the {split} split: {self._described(counts)}."
                 )
         return messages
+
+    def pair_rows(self, batch: Batch, losses_B: Tensor, rewards_BS: Tensor, **others_BS: Tensor) -> list[dict[str, Any]]:
+        """Return rows of prompt (its end), both answers (their beginnings, the last ones), their rewards, tokens, and what
+        else is known of both; loss; and margin, the difference of the rewards."""
+        tokens_BS = (batch["labels"] != NO_LABEL).sum(1).view(len(SIDES), -1).T
+        ids, labels, rows = batch["input_ids"].tolist(), batch["labels"].tolist(), []
+        of_sides = {"reward": rewards_BS, "tokens": tokens_BS, **others_BS}
+        for place, loss in enumerate(losses_B.tolist()):
+            (_, prompt, chosen), (_, _, rejected) = (
+                self.answer_of(ids[row], labels[row]) for row in (place, place + len(losses_B))
+            )
+            row: dict[str, Any] = {"prompt": prompt, "chosen": beginning(chosen), "rejected": beginning(rejected)}
+            for name, values_BS in of_sides.items():
+                row |= {f"{side}_{name}": value for side, value in zip(SIDES, values_BS[place].tolist(), strict=True)}
+            rows.append(row | {"loss": loss, "margin": row["chosen_reward"] - row["rejected_reward"]})
+        return rows
+
+    def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the rows with their loss as the error."""
+        return [{**row, "error": round(row["loss"], 6)} for row in rows]
+
+    def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the share of pairs whose chosen answer has the greater reward, and means of margin, rewards and lengths."""
+        means = {"margin": "margin"} | {f"{side}_reward": f"{side}_reward" for side in SIDES}
+        means |= {f"{side}_length": f"{side}_tokens" for side in SIDES}
+        found = {name: fmean(row[field] for row in rows) for name, field in means.items()}
+        return {"accuracy": fmean(row["margin"] > 0 for row in rows), **found}
 
     def marked(self, example: Mapping[str, Any]) -> list[tuple[str, bool]]:
         """Return the texts with the chosen and with the rejected answer in pieces, each with whether it is compared."""

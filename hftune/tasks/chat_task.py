@@ -62,6 +62,8 @@ class ChatTask(TextTask):
     columns: ClassVar[Mapping[str, Role]] = {
         "prompt": Role("text or messages", ("prompt", "question", "instruction"), optional_in={"train"}, usual_inputs=TEXTS)
     }
+    generates: ClassVar[bool] = True
+    """Whether the model writes answers, and so has generation settings; if not, it reads chats to their very end."""
     fold_rows = None  # a chat may be several samples
     samples_are = "samples"
     settled_fields = ("date",)
@@ -130,7 +132,7 @@ class ChatTask(TextTask):
     def chat_format(self) -> ChatFormat:
         """How the model's template writes chats, and where its generation stops."""
         today = None if self.date is None else datetime.date.fromisoformat(self.date)
-        stops = _as_list(self.own_generation.eos_token_id)
+        stops = _as_list(self.own_generation.eos_token_id) if self.generates else []
         return ChatFormat(self.text_tokenizer, options=self.template_options, stops=stops, today=today)
 
     def datasets(self) -> Mapping[str, Any]:
@@ -188,8 +190,9 @@ class ChatTask(TextTask):
         messages = super().notices(datasets, model)
         if self.chat_format.dated:
             messages.append(f"The chat template writes the date: task.date={self.date}, in all chats and after a resume.")
-        new = sorted({*self.chat_format.stops} - {*_as_list(self.own_generation.eos_token_id)})
-        if self.model is not None and new:
+        if not self.generates or self.model is None:
+            return messages
+        if new := sorted({*self.chat_format.stops} - {*_as_list(self.own_generation.eos_token_id)}):
             names = ", ".join(self.text_tokenizer.convert_ids_to_tokens(new))
             messages.append(f"Generation with the trained model stops at {names} as well, which ends the template's answers.")
         return messages
@@ -207,7 +210,7 @@ class ChatTask(TextTask):
     def pieces_of(self, ids: Any, labels: Any) -> list[tuple[str, bool]]:
         """Return the text of a sample in pieces, each with whether it is trained; ``ids`` and ``labels`` are its arrays."""
         labels = list(map(int, labels))
-        ids = [*map(int, ids), labels[-1]]  # a sample ends with a trained token
+        ids = [*map(int, ids), labels[-1]][: 1 + len(labels)]  # a sample ends with a trained token, which may not be read
         return pieces(self.text_tokenizer, ids, [False, *(label != NO_LABEL for label in labels)])
 
     # Model
@@ -232,7 +235,8 @@ class ChatTask(TextTask):
                 f"task.model={self.model} has weights for {words} tokens, but its tokenizer writes {len(self.text_tokenizer)}."
             )
         model = self.load_model(config)
-        model.generation_config = self._generation_of(self.own_generation)
+        if self.generates:
+            model.generation_config = self._generation_of(self.own_generation)
         return model
 
     def _generation_of(self, own: GenerationConfig) -> GenerationConfig:
@@ -278,8 +282,9 @@ class ChatTask(TextTask):
 
     def load(self, directory: Path) -> PreTrainedModel:
         model = super().load(directory)
-        self.own_generation = model.generation_config
-        model.generation_config = self._generation_of(model.generation_config)  # the recipe's may have changed since
+        if self.generates:
+            self.own_generation = model.generation_config
+            model.generation_config = self._generation_of(model.generation_config)  # the recipe's may have changed since
         return model
 
     def example_inputs(self) -> list[str]:
@@ -334,10 +339,10 @@ class ChatTask(TextTask):
 
         prompts, positions = [self.prompt_ids(index, value) for index, value in enumerate(inputs)], max_positions(model)
         for index, prompt in enumerate(prompts):
-            if positions is not None and len(prompt) >= positions:
+            if positions is not None and len(prompt) + self.generates > positions:
+                needs = "which leaves no room for an answer: " if self.generates else "and "
                 raise DataError(
-                    f"Input {index} has {len(prompt):,} tokens, which leaves no room for an answer: the model has "
-                    f"{positions:,} positions. Shorten it."
+                    f"Input {index} has {len(prompt):,} tokens, {needs}the model has {positions:,} positions. Shorten it."
                 )
         return prompts
 

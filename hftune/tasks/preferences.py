@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hftune.config.keys import key
 from hftune.data.preferences import SIDES
-from hftune.metrics.records import directions
 from hftune.tasks.answer_pairs import AnswerPairs
 from hftune.tasks.preference_losses import METHODS, Method, Settings, scores, sft_losses
-from hftune.tasks.text import NO_LABEL, beginning, head_losses
+from hftune.tasks.text import NO_LABEL, head_losses
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,9 +50,6 @@ class Preferences(AnswerPairs):
     sft_weight: float | None = key(None, ge=0)
     """Weight in the loss of a pair of the mean cross-entropy of its chosen answer's tokens, also known as rpo_alpha. null: 1
     for cpo and orpo, 0 for others."""
-
-    metric_directions = directions("accuracy", "margin", *(f"{side}_{what}" for what in ("reward", "length") for side in SIDES))
-    sample_fields = ("prompt", *SIDES, "margin")
 
     def collate(self, examples: Sequence[dict[str, Any]]) -> Batch:
         """Add ``reference`` (B, S) float32: the reference's log-probabilities; zeros in trials before they are known."""
@@ -108,28 +103,5 @@ class Preferences(AnswerPairs):
     # Evaluation
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
-        """Return rows of prompt (its end), both answers (their beginnings, the last ones), and of each its log-probability,
-        trained tokens and reward: beta times its score; and margin, the difference of the rewards."""
-        found = self._compared(outputs, self.target(batch))
-        losses, scored, logps, tokens = (values.tolist() for values in found)
-        ids, labels, rows = batch["input_ids"].tolist(), batch["labels"].tolist(), []
-        for place in range(len(losses)):
-            (_, prompt, chosen), (_, _, rejected) = (
-                self.answer_of(ids[row], labels[row]) for row in (place, place + len(losses))
-            )
-            row: dict[str, Any] = {"prompt": prompt, "chosen": beginning(chosen), "rejected": beginning(rejected)}
-            for side, score, logp, count in zip(SIDES, scored[place], logps[place], tokens[place], strict=True):
-                row |= {f"{side}_logp": logp, f"{side}_tokens": count, f"{side}_reward": self._beta * score}
-            rows.append(row | {"loss": losses[place], "margin": row["chosen_reward"] - row["rejected_reward"]})
-        return rows
-
-    def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the rows with their loss as the error."""
-        return [{**row, "error": round(row["loss"], 6)} for row in rows]
-
-    def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the share of pairs whose chosen answer has the greater reward, and means of margin, rewards and lengths."""
-        means = {"margin": "margin"} | {f"{side}_reward": f"{side}_reward" for side in SIDES}
-        means |= {f"{side}_length": f"{side}_tokens" for side in SIDES}
-        found = {name: fmean(row[field] for row in rows) for name, field in means.items()}
-        return {"accuracy": fmean(row["margin"] > 0 for row in rows), **found}
+        losses_B, scores_BS, logps_BS, _ = self._compared(outputs, self.target(batch))
+        return self.pair_rows(batch, losses_B, self._beta * scores_BS, logp=logps_BS)
