@@ -50,7 +50,7 @@ def main() -> None:
     tables, figures = [], {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        maker = multiprocessing.get_context("spawn").Process(target=make, args=(folder / "model", options))
+        maker = multiprocessing.get_context("fork").Process(target=make, args=(folder / "model", options))
         maker.start()  # its memory goes with it
         maker.join()
         size = sum(path.stat().st_size for path in (folder / "model").glob("*.safetensors")) / 2**20

@@ -95,7 +95,7 @@ def alone(contender: str, file: Path, model: Path, turn: int) -> dict[str, float
             subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
         )
     finally:
-        shutil.rmtree(cache)
+        shutil.rmtree(cache, ignore_errors=True)
 
 
 def prepare(contender: str, file: str, model: str) -> dict[str, float]:
