@@ -35,6 +35,7 @@ from hftune.strategies.contract import check_sums, needs_two_samples
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.pipeline_stages import check_stages
 from hftune.strategies.statistics import has_running_statistics
+from hftune.strategies.teacher import Teacher, load_teacher, teacher_folder
 
 
 @dataclass
@@ -53,6 +54,8 @@ class Parts:
     """The digest of the frozen weights that adapters are trained on, once the model is prepared."""
     first_weights: str | None = None
     """On the main process of a run that begins: the digest of its weights, see ``weights_digest``."""
+    teacher: Teacher | None = None
+    """Of ``train.teacher``."""
     notices: list[str] = field(default_factory=list)
     """What the user should know, one sentence each; on the main process."""
     model_name: str = field(init=False)
@@ -103,6 +106,9 @@ def build(recipe: Recipe, progress: Progress, datasets: Mapping[str, Any] | None
                 "micro-batch per process takes a second forward pass."
             )
         parts.notices = said + check_sums(recipe.task, model, first_epoch(recipe, datasets), plan.lengths)
+    if recipe.train.teacher is not None:
+        progress.stage("loading the teacher")
+        parts.teacher = load_teacher(recipe.task, recipe.train)
     return parts
 
 
@@ -113,6 +119,8 @@ def check_names(recipe: Recipe) -> None:
     check_installed(recipe.adapter)
     if (path := own_weights(recipe)) is not None:
         weight_files(path)
+    if recipe.train.teacher is not None:
+        teacher_folder(recipe.train.teacher)
 
 
 def check_skip(config: TrainConfig, num_steps: int) -> None:

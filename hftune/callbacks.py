@@ -155,6 +155,8 @@ class Step(_Moment):
     grad_norm: float | None = None
     """Of the global gradient, before it was clipped."""
     lr: float | None = None
+    teacher_kl: float | None = None
+    """KL(teacher || student) at ``train.teacher_temperature``, mean over the items; None without ``train.teacher``."""
     num_items: float = 0.0
     """Number of items that the loss is the mean of: samples, tokens or pixels."""
     num_samples: int = 0

@@ -33,6 +33,14 @@ class Hooks:
     """Numbers in the rows of ``predictions`` that the loss needs of the model as training begins, too. They are computed once,
     before training, and ``Texts.add_column`` gives them to each sample as ``reference``, float32."""
 
+    def item_logits(self: Any, outputs: Any, target: Any) -> Tensor | None:
+        """Return the logits of the items that ``loss`` sums over, (I, C), of a task that predicts one of C classes for each.
+
+        From them a student learns its teacher's probabilities, see ``train.teacher``. A task that does not define it can have
+        no teacher. None: as its fields are set it cannot, either.
+        """
+        return None
+
     def mixture(self: Any, dataset: Any) -> Sequence[tuple[int, float]] | None:
         """Return number of samples and weight of each data set that the training data consist of, in their order.
 

@@ -75,6 +75,8 @@ def take_step(run: Run, batch: StepBatch) -> None:
     tell_step(run, place, report, lr=lr, is_logged=is_logged, is_last=is_last, micro_batches=batch.plan)
     strategy.sharding.clear_gradient()
     values = {"train/loss_step": report.loss, "train/lr": lr, "train/grad_norm": report.grad_norm}
+    if report.teacher_kl is not None:
+        values["train/teacher_kl"] = report.teacher_kl
     if is_logged:
         log_mean_loss(run, values)
     if report.asks.interrupt:

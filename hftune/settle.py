@@ -29,7 +29,7 @@ from hftune.optim import build_optimizer
 from hftune.strategies.base import Strategy
 from hftune.strategies.compilation import repeated_layers
 from hftune.strategies.fitting import find_micro_batch_size, largest_micro_batch_tokens, memory_conditions
-from hftune.strategies.packing import collate_for
+from hftune.strategies.packing import collate_for, install_packing
 from hftune.strategies.trial import head_problem, packing_problem, trial_samples
 from hftune.task import BatchLossTask
 from hftune.tracking.summary import PRECISIONS
@@ -127,6 +127,14 @@ def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     check_spreadable(recipe.task, model, strategy.together, reason)
     if reason is None:
         strategy.collate_packed = collate_for(model, recipe.task)
+        if (teacher := parts.teacher) is not None:
+            kinds = {getattr(type(each), "find_packing", None) for each in (model, teacher.model)}
+            reason = "its layers pack in another way" if len(kinds) > 1 else strategy.on_main(lambda: tried(teacher.model))
+            if reason is None:
+                install_packing(teacher.model)
+                teacher.packs = True
+            else:
+                parts.notices.append(f"The teacher computes padding, because {reason}.")
         parts.plan = without_padding(config, plan, recipe.parallel.pipeline_stages)
         if recipe.parallel.pipeline_stages > 1:
             check_micro_batches(recipe.parallel, parts.plan, strategy.num_processes // recipe.parallel.pipeline_stages)
@@ -165,6 +173,27 @@ def check_spreadable(task: Any, model: nn.Module, context: int, reason: str | No
             f"parallel.context={context}: the tokens of {type(model).__name__} cannot be spread over processes, "
             f"because {reason}. Set parallel.context=1."
         )
+
+
+def settle_teacher(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
+    """Hand a teacher to the strategy, on the device, once it has computed a few samples on the main process. Collective.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if (teacher := parts.teacher) is None:
+        return
+    strategy.progress.stage("trying the teacher")
+    compute_padding(teacher.model)
+    teacher.model.to(strategy.device)
+    teacher.half = HALF[strategy.precision]
+    lengths, dataset = parts.plan.lengths, first_epoch(recipe, parts.datasets)
+    strategy.on_main(lambda: teacher.check(dataset, [0] if lengths is None else trial_samples(lengths)))
+    strategy.teacher = teacher
+    count = sum(value.numel() for value in teacher.model.parameters())
+    parts.notices.append(
+        f"train.teacher={recipe.train.teacher}: {type(teacher.model).__name__} with {count:,} weights, whole on each process."
+    )
 
 
 def settle_head(
@@ -240,6 +269,7 @@ def prepare(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
             f"{' '.join(f'task.model_config.{name}=0' for name in drops)}, or train without FSDP, "
             "pipeline stages and parallel.context."
         )
+    settle_teacher(recipe, strategy, parts)
     settle_packing(recipe, strategy, parts)
     plan, train, *others = parts.plan, *parts.datasets.values()
     evaluated = 0 if recipe.eval.is_off and "test" not in parts.datasets else recipe.eval.batch_size
@@ -306,10 +336,10 @@ def warm_up_strategy(recipe: Recipe, strategy: Strategy, plan: BatchPlan, datase
 
 
 def may_score_head(recipe: Recipe, model: nn.Module) -> bool:
-    """Say whether to try to compute the loss together with the head. A pipeline's stages return logits."""
+    """Say whether to try to compute the loss together with the head. A pipeline's stages return logits; a teacher needs all."""
     if recipe.train.head_loss == "whole" or recipe.parallel.pipeline_stages > 1 or not recipe.task.scored_head:
         return False
-    if not is_of_transformers(model):
+    if recipe.train.teacher is not None or not is_of_transformers(model):
         return False
     from hftune.models.scored_head import Head
 

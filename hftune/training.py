@@ -93,8 +93,10 @@ def compare(session: Session, strategy: Strategy, parts: Parts) -> Provenance:
         ConfigError: see ``Session.compare``.
     """
     task = session.recipe.task
-    commits = task.commits()
-    digests = session.compare(strategy, parts.datasets, commits)
+    commits, weights = task.commits(), {}
+    if (teacher := parts.teacher) is not None:
+        commits, weights = commits | teacher.commits, teacher.digests
+    digests = session.compare(strategy, parts.datasets, commits, weights)
     parts.notices += strategy.on_main(lambda: task.notices(parts.datasets, parts.model))
     return Provenance(digests, commits, strategy.precision)
 

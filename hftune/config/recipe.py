@@ -130,6 +130,7 @@ class Recipe(RunConfig):
         """
         self.refuse_secrets()
         problems = [*self.task.validate(), *self._metric_problems(), *self._batch_loss_problems(), *self._adapter_problems()]
+        problems += self._teacher_problems()
         if is_like_address(str(self.output_dir)) and (problem := address_problem(str(self.output_dir))) is not None:
             problems.append(f"output_dir={self.output_dir}: {problem}")
         self._refuse(*problems)
@@ -189,6 +190,15 @@ class Recipe(RunConfig):
                 f"parallel.pipeline_stages={stages}: the loss of {name} compares the samples of a step with each other, and a "
                 "pipeline has its micro-batches one after the other. Leave it at 1; DDP and FSDP can train it."
             )
+
+    def _teacher_problems(self) -> Iterator[str]:
+        if (teacher := self.train.teacher) is None:
+            return
+        if not hasattr(type(self.task), "item_logits"):
+            yield f"train.teacher={teacher}: {type(self.task).__name__} cannot learn from a teacher, as it has no item_logits."
+        for key, processes in (("pipeline_stages", "the stages of a pipeline"), ("context", "processes that share tokens")):
+            if (value := getattr(self.parallel, key)) > 1:
+                yield f"parallel.{key}={value} does not work with train.teacher, which {processes} cannot follow. Set it to 1."
 
     def _adapter_problems(self) -> Iterator[str]:
         adapter, origins = self.adapter, self.source.origins

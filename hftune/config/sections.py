@@ -128,6 +128,18 @@ class TrainConfig(Section):
     """Decay factor for schedule=step, in (0, 1]."""
     step_size: int = key(1, ge=1, needs=("schedule", ("step",)), changes="lr")
     """Epochs between two decays for schedule=step, as StepLR.step_size."""
+    teacher: str | None = key(None, changes="forward backward", resume="fixed")
+    """A trained model whose probabilities are learned besides the labels (knowledge distillation): a name on the Hub
+    (owner/name), a local folder, or the output folder of a run. It has the student's tokenizer and classes, any architecture,
+    and is whole on each process. The logits of a micro-batch are then computed as a whole. null: none."""
+    teacher_revision: str | None = key(None, changes="forward backward")
+    """Commit, tag or branch of the teacher on the Hub. null: the newest commit."""
+    teacher_temperature: float = key(2.0, gt=0, changes="forward backward")
+    """What the logits of teacher and student are divided by before they are compared, above 0: with more, the classes that the
+    teacher finds unlikely count more."""
+    teacher_weight: float = key(0.5, gt=0, le=1, changes="forward backward")
+    """Weight w of the teacher, in (0, 1]: the loss is (1 - w) times that of the labels, plus w times temperature^2 times the
+    divergence KL(teacher || student)."""
     ema_decay: float | None = key(None, gt=0, lt=1, changes="output")
     """Decay of an exponential moving average of the weights, in (0, 1), such as 0.999. The average is evaluated and exported;
     training goes on with the weights themselves. After each step it takes in 1 - ema_decay of the weights; more in early steps,
@@ -183,6 +195,14 @@ class TrainConfig(Section):
         yield from self._group_problems()
         if self.schedule == "step" and self.gamma is None:
             yield "train.schedule=step needs train.gamma, the factor by which the learning rate decays, such as 0.95."
+        if self.teacher is None:
+            names = ("teacher_revision", "teacher_temperature", "teacher_weight")
+            default = {name: described.default for name, described in keys_of(TrainConfig, "train").items()}
+            yield from (
+                f"train.{name}={format_value(value)} has an effect only with train.teacher. Leave it out."
+                for name in names
+                if (value := getattr(self, name)) != default[name]
+            )
         if self.min_lr > self.lr > 0:
             yield f"train.min_lr={self.min_lr} must not be above train.lr={self.lr}: the schedule falls to it."
         if self.deterministic and self.cudnn_benchmark:

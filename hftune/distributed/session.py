@@ -6,6 +6,7 @@ import atexit
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from accelerate import Accelerator
@@ -94,6 +95,7 @@ class Session(Heartbeat):
         collectives: Any,
         datasets: Mapping[str, Any],
         commits: Mapping[str, str],
+        weights: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, str]:
         """Make sure that all processes run the same code and recipe on the same data. Collective.
 
@@ -101,15 +103,16 @@ class Session(Heartbeat):
             collectives: the strategy, which can broadcast and gather.
             datasets: by split.
             commits: what was loaded from the Hub, by the key that names the repository.
+            weights: digests of models besides the one that is trained.
 
         Returns:
-            The digest of each split, such as ``{"train data": "all:..."}``.
+            The digest of each split, such as ``{"train data": "all:..."}``, and those of ``weights``.
 
         Raises:
             ConfigError: on every process, naming those that differ from the main process, their host, and in what.
         """
         self.progress.stage("comparing recipe and data with the other processes")
-        digests = data_digests(self.recipe.task, datasets)
+        digests = {**data_digests(self.recipe.task, datasets), **weights}
         check_same(collectives, fingerprint(self.recipe) | {"data": digests, "commits": dict(commits)})
         return digests
 

@@ -65,6 +65,7 @@ METRICS = {
         # Of training
         Metric("train/loss", "Training loss"),
         Metric("train/loss_step", "Loss of single steps"),
+        Metric("train/teacher_kl", "Divergence from the teacher"),
         Metric("train/grad_norm", "Gradient norm before clipping"),
         Metric("eval/loss", "Evaluation loss"),
         Metric("perf/step_s", "Time of a step", unit="s"),

@@ -138,6 +138,8 @@ def make_plan(recipe: Recipe, num_processes: int = 1, device: str | None = None,
         fsdp=fsdp,
     )
     plan.notices += skip_notices(config, 0, num_steps)
+    if config.teacher is not None:
+        plan.notices.append(f"train.teacher={config.teacher} is not counted: its weights are whole in each process's memory.")
     for name, interval in {"eval": recipe.eval.interval, "checkpoint": recipe.checkpoint.interval}.items():
         if interval.seconds is not None:
             plan.notices.append(f"{name}.every is a time: more may follow than are counted here.")

@@ -319,6 +319,8 @@ class Replayer:
         accelerator = start_accelerator(recipe.train)
         self.strategy = strategy = choose_strategy(accelerator, recipe, self.session.progress)
         if self.change.without:
+            if parts.teacher is not None:
+                raise ConfigError("--without does not work with train.teacher.")
             if type(strategy) is not DataParallel:
                 name = type(strategy).__name__
                 raise ConfigError(f"--without does not work under {name}. Replay on one process, without a launcher.")

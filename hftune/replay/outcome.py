@@ -14,7 +14,7 @@ from hftune.replay.differences import KINDS, Difference, count, differences_betw
 from hftune.replay.engine import ReplayedStep, Replayer
 from hftune.replay.history import Job
 from hftune.replay.inspection import Inspection
-from hftune.replay.samples import holds_whole_model
+from hftune.replay.samples import can_look_inside
 from hftune.replay.tolerance import StepDifference, difference
 from hftune.tracking.console import aligned, duration, hide_progress_bars, hide_reports, note, printed_width, short
 from hftune.tracking.jsonl import strict_json
@@ -72,10 +72,11 @@ def replay(job: Job) -> bool:
             hide_reports()
         outcome = Outcome(job, replayer, replayer.step)
         inspection = None
-        if (job.worst or job.why) and (job.must_look or holds_whole_model(replayer.strategy)):
+        if (job.worst or job.why) and (job.must_look or can_look_inside(replayer.strategy)):
             inspection = Inspection(job.history, job.first, job.last, job.worst, job.why)
         elif job.worst:
-            where = "where each process holds the whole model: on one process"
+            teaches, where = replayer.strategy.teacher is not None, "where each process holds the whole model: on one process"
+            where = "without train.teacher, which their own losses leave out" if teaches else where
             replayer.notices.append(f"The samples of a step can be shown {where}.")
         for step in replayer.advance(job.last, None if inspection is None else inspection.look):
             outcome.steps.append(step)

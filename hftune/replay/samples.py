@@ -221,14 +221,17 @@ def batch_loss(replayer: Replayer, batch: StepBatch, step: int) -> float:
     return loss / items + experts
 
 
-def holds_whole_model(strategy: Strategy) -> bool:
-    return isinstance(strategy, DataParallel) and type(strategy.sharding) is Sharding  # not under FSDP
+def can_look_inside(strategy: Strategy) -> bool:
+    """Say whether single samples can be looked at: not under FSDP, nor with a teacher, whose part is in no ``task.loss``."""
+    return isinstance(strategy, DataParallel) and type(strategy.sharding) is Sharding and strategy.teacher is None
 
 
 def whole_model(replayer: Replayer) -> DataParallel:
     """Return the strategy of a replay, or raise ConfigError unless each process holds the whole model."""
-    if holds_whole_model(replayer.strategy):
+    if can_look_inside(replayer.strategy):
         return replayer.strategy  # type: ignore[return-value]
+    if replayer.strategy.teacher is not None:
+        raise ConfigError("The samples of a step cannot be looked at with train.teacher, which their own losses leave out.")
     raise ConfigError(
         "The samples of a step can be looked at where each process holds the whole model. Replay on one process, without a "
         "launcher: the numbers are the same, but for rounding."

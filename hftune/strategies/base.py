@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import takewhile, tee
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ from hftune.strategies.seeds import seed_forward
 from hftune.strategies.sharding import Sharding
 from hftune.strategies.step_times import StepTimes
 from hftune.task import Task
+
+if TYPE_CHECKING:
+    from hftune.strategies.teacher import Teacher
 
 
 class Asks(NamedTuple):
@@ -79,6 +82,8 @@ class StepReport:
     """Of the samples that were computed, independent of their order and of who computed them; see ``samples_digest``."""
     asks: Asks
     """Of all processes together."""
+    teacher_kl: float | None = None
+    """Divergence from the teacher, mean over the items; None without one."""
 
 
 class Strategy(Collectives, ABC):
@@ -110,12 +115,14 @@ class Strategy(Collectives, ABC):
         """Collates for training without padding; set before ``prepare``. Evaluations pad, as they are sorted."""
         self.scores_head = False
         """Whether the model computes the loss together with its head, given targets; set before ``prepare``."""
+        self.teacher: Teacher | None = None
+        """Of ``train.teacher``; set before ``prepare``."""
         self._loaders: dict[str, Loader] = {}
         """Of training and evaluation."""
         # Of the last forward_backward. Tensors are on the device.
         self._counts: list[float] = []
         """What this process added to the sums."""
-        self._sums = self._loss = torch.zeros(())
+        self._sums = self._means = torch.zeros(())
         self._micro_losses: list[Tensor] = []
 
     def tried(self, model: nn.Module, trial: Callable[[nn.Module], Any]) -> Any:
@@ -351,19 +358,22 @@ class Strategy(Collectives, ABC):
         self._sums = self.sum(told.to(self.device, non_blocking=True))  # from pinned memory, without waiting
         items = self._sums[0]
         self._micro_losses = self.backward(batch, seed, step, items)
-        self._loss = self.sum(torch.stack(self._micro_losses).sum(dtype=self.exact)) / items
+        own = [torch.stack(self._micro_losses).sum(dtype=self.exact)]
+        if self.teacher is not None:
+            own.append(self.teacher.total.to(self.exact))
+        self._means = self.sum(torch.stack(own)) / items
 
     def report(self, grad_norm: Tensor) -> StepReport:
         """Read the results of ``forward_backward`` and ``clip_grad_norm``: the only wait for the device in a step."""
-        results = torch.stack([self._loss, grad_norm.to(self.exact)])
-        loss, norm, *sums = torch.cat([results, self._sums]).tolist()
-        counts, seconds = sums[: len(self._counts)], sums[len(self._counts) :]
+        norm, *sums = torch.cat([grad_norm.to(self.exact).view(1), self._sums, self._means]).tolist()
+        loss, *others = sums[len(self._sums) :]
+        counts, seconds = sums[: len(self._counts)], sums[len(self._counts) : len(self._sums)]
         if self.num_processes == 1:
             counts = self._counts  # exact even on a device without float64
         num_items, num_samples, low, high, *asked = counts
         self.times.add(seconds)
         asks = Asks(*(count > 0 for count in asked))
-        return StepReport(loss, norm, num_items, int(num_samples), format_digest(low, high), asks)
+        return StepReport(loss, norm, num_items, int(num_samples), format_digest(low, high), asks, *others)
 
     def counts(self, batch: StepBatch) -> list[float]:
         """Return what this process adds to the step's number of items, number of samples, and two sums of their digest.

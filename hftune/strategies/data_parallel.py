@@ -156,7 +156,11 @@ class DataParallel(Strategy):
         (loaded,) = self.loader(dataset, num_workers=0, is_packed=True).read([samples.tolist()])
         inputs = send_to_device(loaded, self.device)
         arguments, target, part = given_to(self.task, inputs, self.scores_head, self.context)
-        self._reaching_all(self.task.loss(compute(model, **arguments), target) * part).backward()
+        outputs = compute(model, **arguments)
+        loss = self.task.loss(outputs, target) * part
+        if self.teacher is not None:
+            loss = self.teacher.mixed(loss, outputs, target, arguments)
+        self._reaching_all(loss).backward()
         return inputs
 
     def _reaching_all(self, loss: Tensor) -> Tensor:
@@ -205,6 +209,8 @@ class DataParallel(Strategy):
         # DDP and FSDP average the processes' gradients: times num_processes it is their sum, over all items the global mean.
         scale, losses = self.num_processes / items, []
         self._statistics.begin()
+        if self.teacher is not None:
+            self.teacher.total = items.new_zeros(())
         loss_of, balance = self._loss_of(batch, seed, step), self.balance(batch, seed, step)
         self.times.begin_computing()
         for index, (micro_batch, weight, loaded) in enumerate(zip(batch.mine, batch.weights, batch.batches, strict=True)):
@@ -219,6 +225,8 @@ class DataParallel(Strategy):
                 with self._statistics.micro_batch(weight * len(micro_batch.samples)):
                     outputs = compute(self.sharding.wrapped, **arguments)
                 loss = loss_of(index, outputs, target) * part
+                if self.teacher is not None:
+                    loss = self.teacher.mixed(loss, outputs, target, arguments, weight)
                 if balance is not None:
                     loss = loss + balance(outputs, inputs) * items.to(loss.dtype)
                 scaled = loss * (scale * weight).to(loss.dtype)

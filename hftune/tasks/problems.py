@@ -50,6 +50,9 @@ class SingleLabel:
         losses_N = _focal(1 - (-losses_N).exp(), self.focal_gamma) * losses_N  # exp(-loss) is the probability of the label
         return (losses_N if weights_K is None else weights_K[labels_N] * losses_N).sum()
 
+    def item_logits(self, logits_NK: Tensor) -> Tensor | None:
+        return None if self.weights else logits_NK
+
     def num_items(self, labels_N: Tensor) -> float:
         import torch
 
@@ -123,6 +126,12 @@ class MultiLabel:
             losses_NK = _focal(wrong_NK, self.focal_gamma) * losses_NK
         return losses_NK.sum()
 
+    def item_logits(self, logits_NK: Tensor) -> Tensor:
+        """Return the logits of no and yes for each answer, (N * K, 2)."""
+        import torch
+
+        return torch.stack([torch.zeros_like(logits_NK), logits_NK], -1).flatten(0, 1)
+
     def num_items(self, labels_NK: Tensor) -> float:
         return labels_NK.numel()
 
@@ -179,6 +188,9 @@ class Regression:
         from torch.nn.functional import mse_loss
 
         return mse_loss(logits_N1.squeeze(-1).float(), values_N.float(), reduction="sum")
+
+    def item_logits(self, logits_N1: Tensor) -> None:
+        return None
 
     def num_items(self, values_N: Tensor) -> float:
         return len(values_N)

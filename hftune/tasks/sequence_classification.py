@@ -295,6 +295,9 @@ class SequenceClassification(TextTask):
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
         return self._problem.loss(outputs.logits, target)
 
+    def item_logits(self, outputs: Any, target: Tensor) -> Tensor | None:
+        return self._problem.item_logits(outputs.logits)
+
     def num_items(self, target: Tensor) -> float:
         """Return the number of texts, or the sum of their classes' weights; with several labels per text, of all answers."""
         return self._problem.num_items(target)

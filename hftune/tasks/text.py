@@ -515,6 +515,11 @@ class TokenTask(TextTask):
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
         return head_loss(outputs, target)
 
+    def item_logits(self, outputs: Any, target: Tensor) -> Tensor:
+        """Return the logits of the labels; of words only those that the tokenizer has, as models may be padded with others."""
+        logits_IC = outputs.logits[target != NO_LABEL]
+        return logits_IC if self.labels is not None else logits_IC[:, : len(self.text_tokenizer)]
+
     def num_items(self, target: Tensor) -> int:
         return int((target != NO_LABEL).sum())
 
