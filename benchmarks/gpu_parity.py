@@ -35,6 +35,11 @@ DROPOUT_OFF = {
     **dict.fromkeys(("text_classification_demo", "token_classification_demo"), BERT),
     "mnist_demo": ("task.dropout=0.0",),
 }
+NEEDS = {
+    "chats_lora_demo": ("chats_demo", "task.model"),
+    "distillation_demo": ("language_modeling_demo", "train.teacher"),
+}
+"""Demos that need the model of another one, with the key that names it."""
 CPU = {"ACCELERATE_USE_CPU": "true"}
 EXACT = ("train.tf32=false", "train.cudnn_benchmark=false")
 DETERMINISTIC = (*EXACT, "train.mixed_precision=bf16", "train.deterministic=true", "checkpoint.every=4")
@@ -91,9 +96,10 @@ def row_of(demo: str, options: argparse.Namespace, folder: Path) -> tuple[str, s
         return run(demo, folder / f"{demo}-killed", *words, *DETERMINISTIC)
 
     try:
-        if demo == "chats_lora_demo":
-            run("chats_demo", folder / "base", f"train.max_steps={options.steps}")
-            words = (*words, f"task.model={folder / 'base' / 'model'}")
+        if demo in NEEDS:
+            needed, key = NEEDS[demo]
+            run(needed, folder / f"{demo}-needs", f"train.max_steps={options.steps}")
+            words = (*words, f"{key}={folder / f'{demo}-needs' / 'model'}")
         with ThreadPoolExecutor() as pool:
             runs = (
                 pool.submit(run, demo, folder / f"{demo}-cpu", *words, "train.mixed_precision=no", **CPU),

@@ -193,6 +193,12 @@ class Recipe(RunConfig):
 
     def _teacher_problems(self) -> Iterator[str]:
         if (teacher := self.train.teacher) is None:
+            if "train.teacher" not in self.source.origins:  # null switches off what a base has set
+                yield from (
+                    f"{key}={format_value(getattr(self.train, key.partition('.')[2]))} needs train.teacher."
+                    for key in self.source.origins
+                    if key.startswith("train.teacher_")
+                )
             return
         if not hasattr(type(self.task), "item_logits"):
             yield f"train.teacher={teacher}: {type(self.task).__name__} cannot learn from a teacher, as it has no item_logits."

@@ -195,14 +195,6 @@ class TrainConfig(Section):
         yield from self._group_problems()
         if self.schedule == "step" and self.gamma is None:
             yield "train.schedule=step needs train.gamma, the factor by which the learning rate decays, such as 0.95."
-        if self.teacher is None:
-            names = ("teacher_revision", "teacher_temperature", "teacher_weight")
-            default = {name: described.default for name, described in keys_of(TrainConfig, "train").items()}
-            yield from (
-                f"train.{name}={format_value(value)} has an effect only with train.teacher. Leave it out."
-                for name in names
-                if (value := getattr(self, name)) != default[name]
-            )
         if self.min_lr > self.lr > 0:
             yield f"train.min_lr={self.min_lr} must not be above train.lr={self.lr}: the schedule falls to it."
         if self.deterministic and self.cudnn_benchmark:

@@ -20,8 +20,11 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 DEMOS = sorted(path.stem for path in (ROOT / "recipes").glob("*_demo.yaml"))
 OVERRIDES = ["train.max_steps=4", "train.log_every=1", "task.max_eval_samples=24", "resume=never"]
-NEEDS = {"chats_lora_demo": "chats_demo"}
-"""Demos that start from the model of another one."""
+NEEDS = {
+    "chats_lora_demo": ("chats_demo", "task.model"),
+    "distillation_demo": ("language_modeling_demo", "train.teacher"),
+}
+"""Demos that need the model of another one, with the key that names it."""
 
 
 def figures_of(demo: str, folder: Path) -> dict[str, Any]:
@@ -31,10 +34,11 @@ def figures_of(demo: str, folder: Path) -> dict[str, Any]:
         SystemExit: it did not train.
     """
     words = [f"recipe={demo}", f"output_dir={folder / demo}", *OVERRIDES]
-    if needed := NEEDS.get(demo):
+    if demo in NEEDS:
+        needed, key = NEEDS[demo]
         if not (folder / needed / "model").is_dir():
             figures_of(needed, folder)
-        words.append(f"task.model={folder / needed / 'model'}")
+        words.append(f"{key}={folder / needed / 'model'}")
     done = subprocess.run([sys.executable, "-m", "hftune.run", *words], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{demo} ended with exit code {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")

@@ -175,7 +175,8 @@ def test_recipes_are_listed_by_problem_with_their_first_sentence(capsys):
     problems = [block.splitlines() for block in listed.split("\n\n")]
     about = next(lines for lines in problems if lines[0].startswith("language_modeling "))
     assert about[1].strip().startswith("Columns: text") and about[2].startswith("  language_modeling_demo ")
-    assert about[3].startswith("  wikitext2 ") and about[4].startswith("    wikitext2_demo ")
+    assert about[3].startswith("    distillation_demo ")
+    assert about[4].startswith("  wikitext2 ") and about[5].startswith("    wikitext2_demo ")
     assert all(lines[1].strip().startswith("Columns: ") for lines in problems if not lines[0].startswith(("yelp", "mnist")))
 
 

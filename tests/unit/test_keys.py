@@ -58,7 +58,7 @@ def test_a_task_of_ones_own_has_keys_with_rules_or_plain_ones():
 def test_a_resumed_run_may_change_what_leaves_its_weights_and_samples():
     rules = {name: reference.resume_rule(name) for name in reference.all_keys()}
     assert {name for name, rule in rules.items() if rule == "fixed" and name.partition(".")[0] not in ("task", "adapter")} == {
-        *("seed", "train.batch_size", "train.optimizer", "train.freeze", "train.groups", "train.layer_decay")
+        *("seed", "train.batch_size", "train.optimizer", "train.freeze", "train.groups", "train.layer_decay", "train.teacher")
     }
     assert {name for name, rule in rules.items() if rule != "fixed" and name.startswith(("task.", "adapter."))} == {
         *("task.weights", "task.storage_options", "task.cache_gib", "adapter.export")

@@ -155,8 +155,9 @@ def test_what_cannot_have_a_teacher_is_refused_before_torch_is_imported(name, wo
 
 @pytest.mark.parametrize("word", ["teacher_weight=0.1", "teacher_temperature=3.0", "teacher_revision='main'"])
 def test_keys_of_a_teacher_without_one_are_refused(word):
-    with pytest.raises(ConfigError, match=f"train.{word} has an effect only with train.teacher"):
-        Recipe.load("yelp_demo", f"train.{word}")
+    with pytest.raises(ConfigError, match=f"train.{word} needs train.teacher"):
+        Recipe.load("yelp_demo", f"train.{word}").validate()
+    Recipe.load("distillation_demo", "train.teacher=null").validate()
 
 
 def test_the_loss_is_a_mixture_and_dummies_do_not_count():
