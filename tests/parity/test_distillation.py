@@ -31,23 +31,25 @@ def runs(tmp_path_factory):
     one_layer = "task.model_config.num_hidden_layers=1"
     cut = (*SMALL, *NO_DROPOUT, "train.parts=null", "train.packing=off", one_layer, classes)
     jobs = {
-        "classes": (*SMALL, one_layer, classes, "train.epochs=2", "checkpoint.every=2"),
+        "classes": (*SMALL, one_layer, classes, "checkpoint.every=2"),
         "chats": (*STUDENT, chats),
         "lora": (*STUDENT, *LORA, chats, "train.teacher_weight=1"),
     }
     cuts = {f"cut{size}": (*cut, f"train.micro_batch_size={size}") for size in (3, 16)}
-    alone = {"alone": (*ALONE, chats, "eval.every=never", "train.teacher_temperature=3", "train.teacher_weight=0.3")}
+    alone = (*ALONE, chats, "eval.every=never", "train.teacher_temperature=3", "train.teacher_weight=0.3")
+    resumed = {"resumed": (*jobs["classes"], f"output_dir={folder}/resumed")}
     of_size = {
-        1: {**jobs, **cuts, **alone},
-        2: {**jobs, "cut3": cuts["cut3"]},
-        4: {"classes": jobs["classes"], "chats": jobs["chats"]},
+        1: {**jobs, **cuts, "alone": alone},
+        2: {**jobs, **resumed, "cut3": cuts["cut3"], "sharded": jobs["chats"]},
+        4: {name: jobs[name] for name in ("classes", "chats")},
     }
-    found = {(name, size): run for size in SIZES for name, run in train_on(size, of_size[size], folder).items()}
-    sharded = {"sharded": jobs["chats"]}
-    found |= {(name, 2): run for name, run in train_on(2, sharded, folder, sharded=sharded).items()}
-    stopped = {"resumed": (*jobs["classes"], f"output_dir={folder}/resumed")}
-    train_on(2, stopped, folder, stops={"resumed": (5, 0)})
-    return found | {("resumed", 2): train_on(2, stopped, folder)["resumed"]}
+    stops = {2: {"resumed": (3, 0)}}
+    found = {
+        (name, size): run
+        for size in SIZES
+        for name, run in train_on(size, of_size[size], folder, stops=stops.get(size), sharded={"sharded"}).items()
+    }
+    return found | {("resumed", 2): train_on(2, resumed, folder)["resumed"]}
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,7 @@ def test_losses_do_not_depend_on_processes_with_dropout(runs, name, size):
     one, many = runs["chats" if name == "sharded" else name, 1], runs[name, size]
     for value, tolerance in (("train/loss", 1e-5), ("train/teacher_kl", 1e-5), ("train/grad_norm", 1e-4)):
         expected = one.logged(value)
-        assert len(expected) >= 10 and len({*expected}) > 5
+        assert len(expected) >= 7 and len({*expected}) > 5
         assert many.logged(value) == pytest.approx(expected, rel=tolerance)
     kl = one.logged("train/teacher_kl")
     assert name == "classes" or kl[-1] < kl[0]  # whose steps are too small to learn much
@@ -105,7 +107,7 @@ def test_losses_are_those_of_a_plain_loop_with_a_frozen_model(runs):
 
 def test_a_replayed_step_is_the_one_that_was_and_its_samples_are_not_looked_at(runs, capsys, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    words = ["replay", str(runs["classes", 1].folder), "--step", "8"]
+    words = ["replay", str(runs["classes", 1].folder), "--step", "5"]
     assert cli.main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bit_equal"]
     assert cli.main([*words, "--worst", "2"]) == 2
