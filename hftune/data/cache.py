@@ -43,6 +43,8 @@ STALE_S = 86_400
 UNUSED_S = 30 * 86_400
 """Copies of what is elsewhere that nobody has asked for in this long are removed when one is asked for."""
 
+NEW = ":new"
+"""End of the names of columns while they are made of others."""
 SAY_S = 10.0
 """Seconds between two lines of progress."""
 
@@ -279,7 +281,7 @@ def mapped(
         processes: number of processes that share the work; see ``idle_cores``.
         numbered: pass the indices of the rows as well, as the second argument.
     """
-    name, done = f".mapped-{uuid4().hex}", 0
+    name, done, function = f".mapped-{uuid4().hex}", 0, functools.partial(_renamed, function)
     say = saying(note, len(dataset)) if datasets.are_progress_bars_disabled() else lambda done: None  # as map has a bar
 
     def said(rows: Mapping[str, list], *numbers: Any, **others: Any) -> Any:
@@ -290,7 +292,7 @@ def mapped(
         return made
 
     try:
-        return dataset.map(
+        found = dataset.map(
             said if processes == 1 else function,
             batched=True,
             with_indices=numbered,
@@ -301,9 +303,15 @@ def mapped(
             num_proc=processes if processes > 1 else None,
             desc=note,
         )
+        return found.rename_columns({column: column.removesuffix(NEW) for column in found.column_names})
     finally:  # a file may be unlinked while it is mapped; a folder of its own could not be removed then, on NFS
         for path in cache_dir().glob(f"{name}*"):  # several processes write a file each
             remove(path)
+
+
+def _renamed(function: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Mark the columns of ``function``: datasets (5.2) would cast them to the types of old ones of the same name."""
+    return {f"{name}{NEW}": values for name, values in function(*args, **kwargs).items()}
 
 
 def idle_cores(num_rows: int, rows_each: int = 1000) -> int:

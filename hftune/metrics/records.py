@@ -47,6 +47,7 @@ METRICS = {
         Metric("perplexity", "Perplexity", "min"),
         *(Metric(f"recall_at_{k}", f"Recall at {k}", "max") for k in (1, 5, 10)),
         Metric("mrr_at_10", "MRR at 10", "max"),
+        Metric("first_error_accuracy", "First error accuracy", "max"),
         *(Metric(f"rouge_{n}", f"ROUGE-{n.upper()}", "max") for n in "12l"),
         *(Metric(f"rouge_{n}_{kind}", f"ROUGE-{n.upper()} {kind}", "max") for kind in ("char", "word") for n in "12l"),
         Metric("bleu", "BLEU", "max"),

@@ -33,6 +33,7 @@ TASKS = {
     "ImageRestoration": ("image-to-image", "that restores images"),
     "LanguageModeling": ("text-generation", "that continues texts"),
     "Preferences": ("text-generation", "that answers chats as people prefer"),
+    "ProcessReward": ("token-classification", "that judges the steps of solutions"),
     "Reranking": ("text-ranking", "that scores texts for a query"),
     "RewardModel": ("text-ranking", "that scores answers to chats"),
     "Seq2Seq": ("text2text-generation", "that writes a text for a text"),

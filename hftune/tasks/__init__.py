@@ -6,6 +6,7 @@ from hftune.tasks.image_classification import ImageClassification
 from hftune.tasks.image_restoration import ImageRestoration
 from hftune.tasks.language_modeling import LanguageModeling
 from hftune.tasks.preferences import Preferences
+from hftune.tasks.process_reward import ProcessReward
 from hftune.tasks.reranking import Reranking
 from hftune.tasks.reward_model import RewardModel
 from hftune.tasks.seq2seq import Seq2Seq
@@ -20,6 +21,7 @@ __all__ = [
     "ImageRestoration",
     "LanguageModeling",
     "Preferences",
+    "ProcessReward",
     "Reranking",
     "RewardModel",
     "Seq2Seq",

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import lzma
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from hftune.data.demo.drawings import digits, no_such_split, pictures, shapes  # noqa: F401 - for recipes, which name them here
@@ -86,4 +88,20 @@ def rivals(split: str) -> list[dict[str, Any]]:
         topic = _ANSWERS.index(row["reply"]) // 2
         missing = [_ANSWERS[(2 * (topic + 1 + (index + step) % 4) + index % 2) % 10] for step in (0, 1)]
         rows.append({"ticket": row["ticket"], "reply": row["reply"], "negative": missing[0], "other_negative": missing[1]})
+    return rows
+
+
+def solutions(split: str) -> list[dict[str, Any]]:
+    """Return problems ("prompt") with the steps of a solution ("completions") and whether each is right ("labels").
+
+    A solution counts on from a digit, 0 after 9. A quarter of its steps leave digits out, and the next one goes on from there.
+    """
+    rng, rows = Random(split), []
+    for _ in range({"train": 1600, "eval": 200}.get(split, 0)):
+        begin, labels = rng.randrange(10), [rng.random() < 0.75 for _ in range(rng.randint(3, 6))]
+        counted = accumulate((1 if is_right else rng.randint(2, 5) for is_right in labels), initial=begin)
+        steps = [f"then {digit % 10}" for digit in [*counted][1:]]
+        rows.append({"prompt": f"count on from {begin}:\n", "completions": steps, "labels": labels})
+    if not rows:
+        raise no_such_split(split)
     return rows
