@@ -21,7 +21,7 @@ from hftune.replay.ledger import read_ledger
 from tests.multiprocess.test_elastic import TAGGING, WORDS
 from tests.multiprocess.test_own_folders import OwnFolders
 from tests.support.machines import NotAllowed, several_machines
-from tests.support.runs import Run, environment, train_on
+from tests.support.runs import Run, environment, train_on, warm_python
 
 JOB = (*WORDS, "train.max_steps=60", "eval.every=20", "task.pause_s=0.03")
 KEYS = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "topsecret", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -81,8 +81,8 @@ def begin(tmp_path, server):
     (tmp_path / "brake").touch()
     started = []
 
-    def begin(*words: str, processes: int = 1, **variables: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "hftune.cli", "train", f"--processes={processes}", f"recipe={TAGGING}", *JOB]
+    def begin(*words: str, processes: int = 1, python: str | None = None, **variables: str) -> subprocess.Popen:
+        command = [python or warm_python(), "-m", "hftune.cli", "train", f"--processes={processes}", f"recipe={TAGGING}", *JOB]
         env = environment(**{**KEYS, "AWS_ENDPOINT_URL": server.url, "PYTHONUNBUFFERED": "1", **variables})
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         command += [f"task.brake={tmp_path / 'brake'}", *words]
@@ -116,7 +116,7 @@ def without_speed(run: Run) -> list[dict]:
 def test_killed_without_its_folder_a_run_resumes_bit_equal_from_the_bucket(tmp_path, server, begin, size):
     whole = train_on(size, {"whole": JOB}, tmp_path, TAGGING)["whole"]
     address = f"output_dir=s3://mine/killed-{size}"
-    process = begin(address, processes=size)
+    process = begin(address, processes=size, python=sys.executable)  # a fork's children would not be found
     server.wait_for(f"killed-{size}", 24)
     kill(process)
     shutil.rmtree(tmp_path / "outputs")
@@ -214,7 +214,7 @@ def test_commands_read_a_run_from_the_server(tmp_path, server, begin):
     (tmp_path / "brake").unlink()
     code, out = ended(begin("output_dir=s3://mine/read", "train.max_steps=8", "eval.every=4"))
     assert code == 0, out
-    env = environment(**KEYS, AWS_ENDPOINT_URL=server.url, HF_DATASETS_CACHE=str(tmp_path / "cache"))
+    env = environment(**KEYS, AWS_ENDPOINT_URL=server.url)
     here, there = tmp_path / "outputs/mine/read", "s3://mine/read"
     for words in (
         ("audit", there),
@@ -224,7 +224,7 @@ def test_commands_read_a_run_from_the_server(tmp_path, server, begin):
         ("replay", there, "--step", "7", "--trust-code"),
     ):
         done = subprocess.run(
-            [sys.executable, "-m", "hftune.cli", *words], env=env, cwd=tmp_path, capture_output=True, text=True
+            [warm_python(), "-m", "hftune.cli", *words], env=env, cwd=tmp_path, capture_output=True, text=True
         )
         assert done.returncode == 0, (words, done.stdout, done.stderr)
 
