@@ -31,6 +31,10 @@ COMMANDS = {
         "run a finished model on texts or images, such as titles for articles, or on a table. Under a launcher all processes "
         "share the rows of a table: accelerate launch -m hftune.cli predict outputs/yelp --data test.csv --output labels.csv"
     ),
+    "sample": (
+        "draw several answers to each prompt from a finished chat model, score them, and write the best ones, or pairs, to "
+        "train on. Under a launcher all processes share the prompts: accelerate launch -m hftune.cli sample outputs/sft ..."
+    ),
     "evaluate": (
         "evaluate a run's model again on its evaluation data; any key can be overridden. Under a launcher all processes share "
         "the work, as in training: accelerate launch -m hftune.cli evaluate recipe=..."
@@ -74,7 +78,7 @@ COMMANDS = {
 }
 """What each command does: the first sentence in the list of commands, all of it in its own help. Its module has its name."""
 
-LONG = ("train", "evaluate", "sweep", "folds", "replay", "verify")
+LONG = ("train", "sample", "evaluate", "sweep", "folds", "replay", "verify")
 """Commands that go on if the reader of their output exits, or their terminal is closed; predict does so with ``--data``."""
 CLOSED = 141
 """Exit code of the others if the reader has gone, as in ``hftune configs | head -1``: 128 + SIGPIPE, as for other programs."""

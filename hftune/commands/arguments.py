@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hftune.config.addresses import is_address
+from hftune.data.table import SOURCES
 from hftune.errors import ConfigError
 
 
@@ -39,6 +40,24 @@ def add_trust_code(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-code", action="store_true", help="import code outside hftune that the recipe names, such as a task of your own"
     )
+
+
+def add_table(parser: argparse.ArgumentParser, what: str, is_required: bool = False) -> None:
+    """Add ``options.data``, with ``what`` as its help, and what goes with it: map, mixed_precision and processes."""
+    parser.add_argument("--data", required=is_required, metavar="TABLE", help=f"{what}: a {SOURCES}")
+    parser.add_argument(
+        "--map",
+        action="append",
+        default=[],
+        metavar="NAME=COLUMN",
+        help="column of --data to read, if it is not called as in training, such as text=review; may be repeated",
+    )
+    parser.add_argument(
+        "--mixed-precision",
+        choices=("no", "bf16", "fp16"),
+        help="precision for --data (default: that of the run's evaluations)",
+    )
+    parser.add_argument("--processes", type=int, help="number of processes to start on this machine for --data")
 
 
 def check_at_least_1(options: argparse.Namespace, *names: str) -> None:

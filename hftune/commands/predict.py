@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hftune.commands.arguments import add_trust_code, argv_of_one, check_at_least_1, read_text, writing
-from hftune.data.table import SOURCES, WRITTEN
+from hftune.commands.arguments import add_table, add_trust_code, check_at_least_1, read_text, writing
+from hftune.data.table import WRITTEN
 from hftune.errors import ConfigError
 
 NOT_FOR_TABLES = ("text", "text_file", "messages", "chat", "system", "input", "masks", "track", "json")
@@ -39,14 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--masks", type=Path, help="masks of the images to restore: a folder with files of the same names, or a file"
     )
-    parser.add_argument("--data", metavar="TABLE", help=f"table to predict, on all processes: a {SOURCES}")
-    parser.add_argument(
-        "--map",
-        action="append",
-        default=[],
-        metavar="NAME=COLUMN",
-        help="column of --data to predict from, if it is not called as in training, such as text=review; may be repeated",
-    )
+    add_table(parser, "table to predict, on all processes")
     parser.add_argument(
         "--columns", help="columns to write, with commas: of --data and of the predictions, such as id,label (default: all)"
     )
@@ -63,12 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-size", type=int, help="number of inputs in a batch (default 8; for --data, that of the training's evaluations)"
     )
-    parser.add_argument(
-        "--mixed-precision",
-        choices=("no", "bf16", "fp16"),
-        help="precision for --data (default: that of the run's evaluations)",
-    )
-    parser.add_argument("--processes", type=int, help="number of processes to start on this machine for --data")
     parser.add_argument("--json", action="store_true", help="one JSON object per input as output")
     parser.add_argument(
         "--track", action="store_true", help="record the predictions as a run of their own at the trackers of the run's recipe"
@@ -147,21 +134,9 @@ def predict_table(options: argparse.Namespace) -> int:
     """Predict the rows of --data, and print where they are. Under a launcher every process calls it."""
     if given := [name for name in NOT_FOR_TABLES if getattr(options, name)]:
         raise ConfigError(f"--{given[0].replace('_', '-')} does not go with --data.")
-    from hftune.commands.predict_data import prepare
+    from hftune.commands.predict_data import compute, prepare
 
-    job = prepare(options)
-    if options.processes is not None:
-        from hftune.launchers.local import start_processes
-
-        libraries = ("hftune.commands.predict_rows", *job.recipe.task.libraries)
-        words = [*argv_of_one(options), f"--output={options.output}"]
-        start_processes("hftune.cli", words, options.processes, libraries)
-        return 0
-    from hftune.commands.predict_rows import predict_rows  # imports torch: only once everything has been checked
-
-    if predict_rows(job):
-        print(options.output, flush=True)
-    return 0
+    return compute(prepare(options), options, "hftune.commands.predict_rows")
 
 
 def image_inputs(inputs: Sequence[Path], masks: Path | None) -> list[Any]:

@@ -11,9 +11,11 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from hftune.commands.arguments import argv_of_one
 from hftune.config.recipe import Recipe, type_name
 from hftune.data.columns import TEXTS, Role, is_number, is_text
 from hftune.data.files import PACKED
@@ -24,6 +26,7 @@ from hftune.task import Task
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import nn
 
 ABOUT = "about.json"
 """What unfinished predictions depend on, in the folder of their parts."""
@@ -61,6 +64,10 @@ class Job:
         for role in PATHS & values.keys():
             values[role] = [located(self.table, value) for value in values[role]]
         return self.recipe.task.raw_inputs(values)
+
+    def predict(self, model: nn.Module, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the predictions for the rows with these numbers."""
+        return self.recipe.task.predict(model, self.inputs(numbers), **self.options)
 
 
 def located(table: Table, value: Any) -> Any:
@@ -127,6 +134,22 @@ def prepare(options: argparse.Namespace) -> Job:
     )
 
 
+def compute(job: Job, options: argparse.Namespace, module: str) -> int:
+    """Compute a job on the processes of this job, or on those that --processes starts, and print where its output is.
+
+    Args:
+        module: that imports torch, and whose ``compute`` takes the job and says whether this is the main process.
+    """
+    if options.processes is not None:
+        from hftune.launchers.local import start_processes
+
+        words = [*argv_of_one(options), f"--output={options.output}"]
+        start_processes("hftune.cli", words, options.processes, (module, *job.recipe.task.libraries))
+    elif import_module(module).compute(job):  # only once everything has been checked
+        print(options.output, flush=True)
+    return 0
+
+
 def check_output(path: Path | None) -> None:
     """Raise ConfigError if the predictions have nowhere to go, or something would be removed that is not theirs."""
     if path is None:
@@ -153,6 +176,12 @@ def check_output(path: Path | None) -> None:
 def parts_folder(output: Path) -> Path:
     """Return the folder of the finished parts, beside the output."""
     return output.with_name(f"{output.name}.parts")
+
+
+def stamps(folder: Path) -> list[list[Any]]:
+    """Return name, bytes and time of change of each file of a model."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return sorted([str(file.relative_to(folder)), file.stat().st_size, file.stat().st_mtime_ns] for file in files)
 
 
 def check_probabilities(task: Task, asked: bool) -> None:

@@ -30,7 +30,7 @@ from hftune.atomic import atomic_path, write_lines, write_text
 from hftune.batch_plan import BatchPlan, MicroBatch, balance
 from hftune.build import choose_strategy
 from hftune.checkpoints.export import readable
-from hftune.commands.predict_data import ABOUT, Job, flat, output_columns, output_rows, parts_folder
+from hftune.commands.predict_data import ABOUT, Job, flat, output_columns, output_rows, parts_folder, stamps
 from hftune.config import ParallelConfig, TrackConfig
 from hftune.data.table import WRITTEN, write_table
 from hftune.distributed.collectives import Collectives
@@ -52,8 +52,11 @@ PROGRESS_INTERVAL_S = 10.0
 Prediction = dict[str, Any] | None
 
 
-def predict_rows(job: Job) -> bool:
+def compute(job: Job, kind: type[Parts] | None = None) -> bool:
     """Predict all rows and write them. Collective. Return whether this is the main process.
+
+    Args:
+        kind: what becomes of the predictions: ``Parts``, or a subclass.
 
     Raises:
         ConfigError: the model cannot be loaded, or --columns names a column that there is not.
@@ -70,7 +73,7 @@ def predict_rows(job: Job) -> bool:
         group = choose_strategy(session.join(), recipe, session.progress)
         check_same(group, fingerprint(recipe) | {"data": {f"--data {job.table.name}": job.table.digest}})
         unread_names(group, model)
-        parts = Parts(job)
+        parts = (kind or Parts)(job)
         if group.is_main:
             for sentence in job.notices:
                 print(note(sentence), flush=True)
@@ -93,7 +96,7 @@ def predict_rows(job: Job) -> bool:
 
 def predict_part(job: Job, model: nn.Module, part: range, group: Collectives, meter: Meter) -> list[tuple[int, Prediction]]:
     """Return this process's share of the predictions of some rows, with their numbers. Collective."""
-    task, found = job.recipe.task, []
+    found: list[tuple[int, Prediction]] = []
     rows_N = np.arange(part.start, part.stop)[~job.empty[part.start : part.stop]]
     max_tokens = CPU_TOKENS if group.device.type == "cpu" else None
     micro_batches = plan(lengths_of(job, rows_N, group), job.batch_size, max_tokens) if len(rows_N) else []
@@ -103,13 +106,13 @@ def predict_part(job: Job, model: nn.Module, part: range, group: Collectives, me
         group.progress.samples(numbers)
         try:
             with naming_rows(job, numbers), torch.no_grad(), group.accelerator.autocast():
-                rows = task.predict(model, job.inputs(numbers), **job.options)
+                rows = job.predict(model, numbers)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not should_reduce_batch_size(error):
                 raise
             raise TrainingError(f"Out of memory with {len(numbers)} rows at a time. Lower --batch-size.") from error
         if len(rows) != len(numbers):
-            raise RuntimeError(f"{type(task).__name__}.predict returned {len(rows)} rows for {len(numbers)} inputs.")
+            raise RuntimeError(f"{type(job.recipe.task).__name__}.predict returned {len(rows)} rows for {len(numbers)} inputs.")
         if any(isinstance(value, Image.Image) for row in rows[:1] for value in row.values()):
             raise ConfigError("The predictions are images, which no table holds. Use --input and a folder as --output.")
         found += zip(numbers, rows, strict=True)
@@ -163,11 +166,10 @@ class Parts:
 
     def open(self) -> list[range]:
         """Return the parts that are still to be predicted; those of a different prediction are removed."""
-        job, path, model = self.job, self.folder / ABOUT, readable(self.job.model)
-        files = [file for file in model.rglob("*") if file.is_file()]
+        job, path = self.job, self.folder / ABOUT
         about = {
             "input": job.table.digest,
-            "model": sorted([str(file.relative_to(model)), file.stat().st_size, file.stat().st_mtime_ns] for file in files),
+            "model": stamps(readable(job.model)),
             "task": sha256(json.dumps(job.recipe.to_dict()["task"], sort_keys=True, default=str).encode()).hexdigest(),
             "options": {**job.options, "columns": job.columns, "empty": int(job.empty.sum()), "precision": job.mixed_precision},
             "version of hftune": __version__,
@@ -206,17 +208,21 @@ class Parts:
         first = next((row for row in self.rows() if row is not None), {})
         return output_columns(self.job, list(flat(first, "probabilities" in self.job.options)))
 
-    def join(self) -> None:
+    def table(self) -> tuple[list[str], Iterator[dict[str, Any]], dict[str, Any]]:
+        """Return columns and rows of the output, and the features of those columns that are of the data."""
         columns = self.columns()
         renamed = [name for name, (source, own) in columns.items() if source == "data" and name != own]
         if self.job.selected is None and renamed:
             print(note(f"The data's own values are in {', '.join(renamed)}."), flush=True)
+        of_data = {name: own for name, (source, own) in columns.items() if source == "data"}
+        features = {name: self.job.table.rows.features[own] for name, own in of_data.items()}
+        return list(columns), output_rows(self.job, columns, self.rows()), features
+
+    def join(self) -> None:
+        columns, rows, features = self.table()
         try:
             with atomic_path(self.job.output) as temporary:
-                kind = WRITTEN[self.job.output.suffix.lower()]
-                of_data = {name: own for name, (source, own) in columns.items() if source == "data"}
-                features = {name: self.job.table.rows.features[own] for name, own in of_data.items()}
-                write_table(temporary, kind, list(columns), output_rows(self.job, columns, self.rows()), features)
+                write_table(temporary, WRITTEN[self.job.output.suffix.lower()], columns, rows, features)
         except OSError as error:
             raise TrainingError(f"{self.job.output} cannot be written: {error.strerror or error}.") from error
         shutil.rmtree(self.folder, ignore_errors=True)

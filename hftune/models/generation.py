@@ -1,27 +1,39 @@
-"""Generation settings, and generation that continues from a forward pass over the same sources, which computed the loss.
+"""Generation settings, draws that depend on keys alone, and generation that continues from a forward pass over its sources.
 
 ``generate`` (transformers 5.23, ``GenerationMixin``) repeats the prompt for each beam before it reads it: with 4 beams, each
 source is computed four times. To repeat the cache of a forward pass that has read the source costs a copy.
 """
 
-# Shapes: B rows, H heads, K cached tokens, d width of a head.
+# Shapes: B rows, H heads, K cached tokens, d width of a head, T new tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
-from transformers.generation import GenerationMode
+from transformers.generation import GenerationMode, LogitsProcessor, logits_process
 from transformers.modeling_outputs import BaseModelOutput
 
 from hftune.errors import ConfigError, did_you_mean
 
 CONTINUABLE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-"""Generation settings without effect, unless the next token is drawn at random."""
+SAMPLING: Mapping[str, tuple[type[LogitsProcessor], float | None]] = {
+    "temperature": (logits_process.TemperatureLogitsWarper, 1.0),
+    "top_h": (logits_process.TopHLogitsWarper, None),
+    "top_k": (logits_process.TopKLogitsWarper, 0),
+    "top_p": (logits_process.TopPLogitsWarper, 1.0),
+    "min_p": (logits_process.MinPLogitsWarper, None),
+    "typical_p": (logits_process.TypicalLogitsWarper, 1.0),
+    "epsilon_cutoff": (logits_process.EpsilonLogitsWarper, 0.0),
+    "eta_cutoff": (logits_process.EtaLogitsWarper, 0.0),
+}
+"""Generation settings without effect, unless the next token is drawn at random: what applies each, in the order of
+transformers, and the value that is as none."""
 BEAMS = ("early_stopping", "length_penalty")
 """Generation settings without effect, unless there are several beams."""
 ROOM = 64
@@ -109,6 +121,38 @@ def _repeat(cache: DynamicCache, num_copies: int, room: int = ROOM) -> None:
     """Repeat the rows of a cache for the beams, one layer after the other, so that only one layer is there twice."""
     for index, layer in enumerate(cache.layers):
         cache.layers[index] = SourceLayer(layer.keys, layer.values, num_copies, room)
+
+
+class KeyedDraws(LogitsProcessor):
+    """Draws the next token of each row with a number that follows from the row's key and the token's place alone.
+
+    The last of the processors: it leaves one token, which greedy decoding takes. So a text depends neither on the texts beside
+    it nor on the process that generates it, but for the last digits of the logits, which differ between shapes of batches: a
+    number that is that close to the border between two tokens may fall on either side.
+
+    A token is found by inverting the cumulative distribution, for which one number is enough. Gumbel noise, with which the
+    greatest sum is a draw as well, takes as many as the vocabulary has tokens.
+    """
+
+    def __init__(self, keys: Sequence[Sequence[int]], config: GenerationConfig, num_prompt_tokens: int):
+        """Args:
+        keys: of each row, integers from 0.
+        config: with ``max_new_tokens``, and values of SAMPLING.
+        """
+        numbers_BT = [np.random.default_rng(key).random(config.max_new_tokens) for key in keys]
+        self.numbers_BT = torch.from_numpy(np.stack(numbers_BT))
+        self.num_prompt_tokens = num_prompt_tokens
+        values = ((kind, getattr(config, name), off) for name, (kind, off) in SAMPLING.items())
+        self.warpers = [kind(value) for kind, value, off in values if value is not None and value != off]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        for warper in self.warpers:
+            scores = warper(input_ids, scores)
+        exact = torch.float32 if scores.device.type == "mps" else torch.float64  # Metal has no float64
+        shares_BV = scores.to(exact).softmax(-1).cumsum(-1)
+        numbers_B1 = self.numbers_BT[:, input_ids.shape[1] - self.num_prompt_tokens, None].to(shares_BV)
+        tokens_B1 = torch.searchsorted(shares_BV, numbers_B1 * shares_BV[:, -1:], right=True)  # so none without probability
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens_B1, 0.0)
 
 
 def tidy(config: GenerationConfig, settings: Mapping[str, Any] | None = None) -> GenerationConfig:

@@ -259,23 +259,30 @@ class ChatTask(TextTask):
         prompts: Sequence[Sequence[int]],
         config: GenerationConfig,
         streamer: BaseStreamer | None = None,
-    ) -> list[str]:
-        """Return the model's answer to each prompt, cut where the model's positions end, whatever prompts are beside it."""
+        keys: Sequence[Sequence[int]] = (),
+    ) -> list[list[int]]:
+        """Return the tokens of the model's answer to each prompt, cut where the model's positions end, whatever prompts are
+        beside it; drawn at random, if each has a key, see ``KeyedDraws``."""
         from hftune.data.tokenized import Ragged
+        from hftune.models.generation import KeyedDraws, tidy
         from hftune.models.pretrained import max_positions
 
         positions, most = max_positions(model), config.max_new_tokens or MAX_REPLY_TOKENS
         pad = self.text_tokenizer.pad_token_id
         rooms = [most if positions is None else min(most, max(1, positions - len(prompt))) for prompt in prompts]
-        answers: dict[int, str] = {}
+        answers: dict[int, list[int]] = {}
         for room in sorted(set(rooms)):  # only one, unless a prompt leaves less
             places = [place for place, own in enumerate(rooms) if own == room]
             limited = deepcopy(config)
             limited.max_new_tokens = room
             ids_NT, mask_NT = Ragged.of([prompts[place] for place in places]).padded(pad, "left")
-            given = {"input_ids": ids_NT.to(model.device), "attention_mask": mask_NT.to(model.device)}
+            given: dict[str, Any] = {"input_ids": ids_NT.to(model.device), "attention_mask": mask_NT.to(model.device)}
+            if keys:
+                given["logits_processor"] = [KeyedDraws([keys[place] for place in places], limited, ids_NT.shape[1])]
+                limited.do_sample, limited.num_beams = False, 1
+                tidy(limited)
             texts_NT = model.generate(**given, generation_config=limited, streamer=streamer)[:, ids_NT.shape[1] :]
-            answers |= zip(places, map(self._text, texts_NT.tolist()), strict=True)
+            answers |= zip(places, texts_NT.tolist(), strict=True)
         return [answers[place] for place in range(len(prompts))]
 
     # Use
@@ -326,12 +333,39 @@ class ChatTask(TextTask):
         config = tidy(deepcopy(model.generation_config), {"num_beams": 1})
         config.num_beams = 1  # beams cannot be streamed
         with torch.no_grad():
-            return self._generate(model, self._prompts(model, [messages]), config, streamer)[0]
+            return self._text(self._generate(model, self._prompts(model, [messages]), config, streamer)[0])
 
     def predict(self, model: PreTrainedModel, inputs: list[Any]) -> list[dict[str, Any]]:
         """Return the answer to each input as ``generated``: a text, a list of messages, or {messages, tools}."""
         prompts = self._prompts(model, inputs)
-        return [{"generated": text} for text in self._generate(model, prompts, model.generation_config)]
+        return [{"generated": self._text(ids)} for ids in self._generate(model, prompts, model.generation_config)]
+
+    def sample(
+        self,
+        model: PreTrainedModel,
+        inputs: Sequence[Any],
+        keys: Sequence[Sequence[Sequence[int]]],
+        settings: Mapping[str, Any],
+        at_once: int,
+    ) -> list[list[tuple[str, bool]]]:
+        """Return answers to each input of ``predict`` that are drawn at random, and whether each is whole: not cut for length.
+
+        Args:
+            keys: of each input, one for each of its answers, see ``hftune.models.generation.KeyedDraws``.
+            settings: of the model's generation that are to be others, such as {"temperature": 0.7}.
+            at_once: answers that are generated together.
+        """
+        config = deepcopy(model.generation_config)
+        config.update(**settings)
+        stops, found = {*self.chat_format.stops}, []
+        prompts = self._prompts(model, inputs)
+        drawn = [(prompt, key) for prompt, own in zip(prompts, keys, strict=True) for key in own]
+        for start in range(0, len(drawn), at_once):
+            some = drawn[start : start + at_once]
+            texts = self._generate(model, [prompt for prompt, _ in some], config, keys=[key for _, key in some])
+            found += [(self._text(ids), not stops.isdisjoint(ids)) for ids in texts]
+        answers = iter(found)
+        return [[next(answers) for _ in own] for own in keys]
 
     def _prompts(self, model: PreTrainedModel, inputs: Sequence[Any]) -> list[list[int]]:
         """Return the tokens of raw inputs, or raise DataError if one leaves the model no position for an answer."""

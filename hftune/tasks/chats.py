@@ -225,8 +225,8 @@ class Chats(ChatTask, TokenTask):
             rows.append({"prompt": prompt, "answer": beginning(answer) if self.generation is None else answer, **row})
         if self.generation is None:
             return rows
-        texts = self._generate(model, prompts, self._evaluation_settings(model.generation_config))
-        return [{**row, "generated": text} for row, text in zip(rows, texts, strict=True)]
+        answers = self._generate(model, prompts, self._evaluation_settings(model.generation_config))
+        return [{**row, "generated": self._text(ids)} for row, ids in zip(rows, answers, strict=True)]
 
     def _evaluation_settings(self, own: GenerationConfig) -> GenerationConfig:
         """Return a model's settings, changed as the recipe says: without chance, unless it asks for samples.

@@ -56,7 +56,7 @@ def test_the_table_names_every_example_and_every_name_exists():
 
 def test_the_commands_in_the_table_are_accepted(example):
     commands = re.findall(r"`([^`]+)` \|$", (EXAMPLES / "README.md").read_text(), flags=re.MULTILINE)
-    assert len(commands) == 9
+    assert len(commands) == 10
     trained = [command.split(" && ") for command in commands if "hftune train" in command]
     for place, command in trained:
         example(place.removeprefix("cd examples/"))
