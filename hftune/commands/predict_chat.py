@@ -20,7 +20,7 @@ def check_chats(task: Task, option: str) -> None:
     """Refuse a task that answers no chats, or raise ConfigError."""
     from hftune.tasks.chat_task import ChatTask
 
-    if not isinstance(task, ChatTask) or (option == "--chat" and not task.generates):
+    if not isinstance(task, ChatTask) or (option != "--messages" and not task.generates):
         raise ConfigError(
             f"{option} is for models that answer chats, as those of the recipe sft, not for {type_name(type(task))}."
         )

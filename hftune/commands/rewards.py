@@ -57,7 +57,7 @@ def reward_of(name: str, table: Table, trust_code: bool) -> Reward:
     if re.fullmatch(r"\w+(\.\w+)+", name):
         return FunctionReward(name, table)
     raise ConfigError(
-        f"--reward {name} is neither the output folder of a run, such as outputs/reranking, nor a function, such as "
+        f"--reward {name} is neither the output folder of a run, such as outputs/reward, nor a function, such as "
         "my_module.score."
     )
 
@@ -143,7 +143,7 @@ class RunReward:
 
     def _no_scores(self, task: Task) -> ConfigError:
         return ConfigError(
-            f"--reward {self.name}: {type_name(type(task))} gives answers no scores. Name a run of the recipe reranking, or a "
+            f"--reward {self.name}: {type_name(type(task))} gives answers no scores. Name a run of the recipe reward, or a "
             "Python function."
         )
 

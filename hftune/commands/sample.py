@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reward",
         required=True,
         help="what scores an answer: a function of prompt and answer, such as my_module.score, or the output folder of a run "
-        "that gives scores, such as outputs/reranking",
+        "that gives scores, such as outputs/reward",
     )
     parser.add_argument(
         "--keep",

@@ -129,16 +129,16 @@ def test_a_round_of_training_on_the_best_answers_raises_the_mean_score(sample, f
     assert after["mean score"] > 1.5 * before["mean score"]
 
 
-def test_a_run_of_reranking_is_a_reward(sample, folder):
-    scorer = untrained("reranking_demo", folder / "scorer")
-    code, rows, _ = sample("--answers", 3, reward="scorer", data="texts.jsonl")
+@pytest.mark.parametrize(("recipe", "data"), [("reranking_demo", "texts.jsonl"), ("reward_demo", "prompts.jsonl")])
+def test_a_run_that_gives_scores_is_a_reward(sample, folder, recipe, data):
+    scorer = untrained(recipe, folder / recipe)
+    code, rows, _ = sample("--answers", 3, reward=recipe, data=data)
     assert code == 0 and rows
     model = load_model(scorer, device="cpu")
-    for row in rows:
+    for row in rows[:5]:
         (chosen,) = model.predict([[row["prompt"], row["chosen"]]])
         assert row["chosen_score"] == pytest.approx(chosen["score"], abs=1e-6)
         assert row["chosen_score"] > row["rejected_score"]
-    assert "is not a pair of texts" in sample(reward="scorer")[2]  # its prompts are messages
 
 
 def test_answers_that_are_cut_have_no_score(sample):
@@ -156,7 +156,7 @@ def test_answers_that_are_cut_have_no_score(sample):
             "rewards_of_test.exactly",
             "--reward=rewards_of_test.exactly cannot be imported: module 'rewards_of_test' has no ",
         ),
-        ((), "length", "--reward length is neither the output folder of a run, such as outputs/reranking, nor a function"),
+        ((), "length", "--reward length is neither the output folder of a run, such as outputs/reward, nor a function"),
         ((), "rewards_of_test.constant", "--reward rewards_of_test.constant is int, not a function."),
         ((), "run", "--reward run: Chats gives answers no scores."),
         (
@@ -183,6 +183,9 @@ def test_what_cannot_score_or_draw_is_refused(sample, words, reward, message):
 
 def test_runs_that_answer_no_chats_and_tables_without_prompts_are_refused(sample, folder):
     untrained("reranking_demo", folder / "no_chats")
+    untrained("reward_demo", folder / "no_answers")
     write(folder / "empty.jsonl", [{"prompt": "who?"}, {"prompt": " "}])
-    assert "hftune sample is for models that answer chats" in sample(of="no_chats", data="texts.jsonl")[2]
+    for run in ("no_chats", "no_answers"):
+        assert "hftune sample is for models that answer chats" in sample(of=run, data="texts.jsonl")[2]
+    assert "is not a pair of texts" in sample(reward="no_chats")[2]  # its prompts are messages
     assert "--data empty.jsonl has no input in column 'prompt' at row 1" in sample(data="empty.jsonl")[2]
