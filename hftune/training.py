@@ -95,7 +95,8 @@ def compare(session: Session, strategy: Strategy, parts: Parts) -> Provenance:
     task = session.recipe.task
     commits, weights = task.commits(), {}
     if (teacher := parts.teacher) is not None:
-        commits, weights = commits | teacher.commits, teacher.digests
+        weights = {"weights of the teacher": teacher.digest}
+        commits |= {} if teacher.commit is None else {"train.teacher": teacher.commit}
     digests = session.compare(strategy, parts.datasets, commits, weights)
     parts.notices += strategy.on_main(lambda: task.notices(parts.datasets, parts.model))
     return Provenance(digests, commits, strategy.precision)

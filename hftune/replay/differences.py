@@ -35,6 +35,7 @@ PARTS = (
     ("versions", "packages", ANYTHING),
     ("versions", "commits", MODEL | DATA),
     ("versions", "base", MODEL),
+    ("versions", "teacher", effects("forward backward")),
     ("hardware", "hardware", ROUNDING),
 )
 """Kind, name in the start line, and effects of what may differ beside recipe and data."""

@@ -331,6 +331,8 @@ class Replayer:
         # Otherwise they were drawn differently, or this is another model.
         if noted is not None and strategy.sharding.digest() != noted and strategy.is_main:
             self.notices.append("The first weights differ from those that the run began with.")
+        if parts.teacher is not None and parts.teacher.digest != terms.start.get("teacher") and strategy.is_main:
+            self.notices.append("The weights of the teacher differ from those of the run.")
         if step:
             self._load(saved, step)
         self.step = step

@@ -40,6 +40,8 @@ class Teacher:
     """The student's."""
     config: TrainConfig
     model: nn.Module
+    digest: str = ""
+    """The SHA-256 of its weights."""
     commit: str | None = None
     """On the Hub."""
     half: torch.dtype | None = None
@@ -48,16 +50,6 @@ class Teacher:
     """Whether the model takes batches without padding; otherwise it computes the padding of the student's batches."""
     total: Tensor = field(default_factory=lambda: torch.zeros(()))
     """The divergence of the step so far, summed over the items of this process."""
-
-    @property
-    def digests(self) -> dict[str, str]:
-        """The SHA-256 of its weights, by what messages call them."""
-        named = chain(self.model.named_parameters(), self.model.named_buffers())
-        return {"weights of the teacher": weights_digest(named)}
-
-    @property
-    def commits(self) -> dict[str, str]:
-        return {} if self.commit is None else {"train.teacher": self.commit}
 
     def item_logits(self, arguments: Mapping[str, Any], target: Any) -> Tensor | None:
         """Return what the teacher says to the items of a micro-batch, (I, C); None: the task has no such logits."""
@@ -158,7 +150,8 @@ def load_teacher(task: Task, config: TrainConfig) -> Teacher:
         raise ConfigError(
             f"train.teacher={name} is no model that {type(task).__name__} can load: {first_line(error)}"
         ) from error
-    teacher = Teacher(task, config, model.eval().requires_grad_(False), commit)
+    digest = weights_digest(chain(model.named_parameters(), model.named_buffers()))
+    teacher = Teacher(task, config, model.eval().requires_grad_(False), digest, commit)
     if (reason := _foreign(task, taught, model, folder)) is not None:
         raise teacher._error(reason)
     return teacher

@@ -99,6 +99,7 @@ def start_facts(
         "hardware": computed_on,
         "commits": provenance.commits,
         "base": provenance.base,
+        **({} if parts.teacher is None else {"teacher": parts.teacher.digest}),
         "data": {
             split: {"rows": len(rows), "digest": provenance.digests.get(f"{split} data"), "root": roots.get(split)}
             for split, rows in parts.datasets.items()

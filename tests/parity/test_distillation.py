@@ -15,10 +15,10 @@ from tests.support.trainer import STEPS, planned_batches
 
 CHATS = (
     *("recipe=chats_demo", "task.max_train_samples=80", "task.max_eval_samples=13", "train.batch_size=16", "train.parts=4"),
-    *("train.micro_batch_tokens=200", "train.epochs=2", "train.warmup_ratio=0", "train.log_every=1", "eval.every=epoch"),
+    *("train.micro_batch_tokens=200", "train.epochs=2", "train.warmup_ratio=0", "train.log_every=1", "eval.every=never"),
 )
 STUDENT = (*CHATS, "task.model_config.num_hidden_layers=1", "task.model_config.attention_dropout=0.2")
-LORA = ("adapter.type=lora", "adapter.rank=4", "adapter.dropout=0.2", "eval.every=never")
+LORA = ("adapter.type=lora", "adapter.rank=4", "adapter.dropout=0.2")
 ALONE = (*CHATS, "train.parts=null", "train.micro_batch_tokens=null", "train.micro_batch_size=16", "train.epochs=4")
 SIZES = (1, 2, 4)
 
@@ -36,7 +36,7 @@ def runs(tmp_path_factory):
         "lora": (*STUDENT, *LORA, chats, "train.teacher_weight=1"),
     }
     cuts = {f"cut{size}": (*cut, f"train.micro_batch_size={size}") for size in (3, 16)}
-    alone = (*ALONE, chats, "eval.every=never", "train.teacher_temperature=3", "train.teacher_weight=0.3")
+    alone = (*ALONE, chats, "train.teacher_temperature=3", "train.teacher_weight=0.3")
     resumed = {"resumed": (*jobs["classes"], f"output_dir={folder}/resumed")}
     of_size = {
         1: {**jobs, **cuts, "alone": alone},
@@ -114,15 +114,18 @@ def test_a_replayed_step_is_the_one_that_was_and_its_samples_are_not_looked_at(r
     assert "cannot be looked at with train.teacher" in capsys.readouterr().err
 
 
-def test_a_teacher_that_has_changed_is_refused_on_resume(runs, monkeypatch):
+def test_a_teacher_that_has_changed_is_refused_on_resume_and_told_in_a_replay(runs, monkeypatch, capsys):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     run = runs["classes", 1]
     recipe = Recipe.load(run.folder / "recipe.yaml", "train.epochs=3", f"output_dir={run.folder}")
     folder = f"{recipe.train.teacher}/model/model.safetensors"
     kept = load_file(folder)
     try:
-        save_file({**kept, "classifier.bias": kept["classifier.bias"] + 1}, folder, {"format": "pt"})
+        save_file({**kept, "classifier.weight": 2 * kept["classifier.weight"]}, folder, {"format": "pt"})
         with pytest.raises(ConfigError, match="was trained on different weights of the teacher"):
             train(recipe)
+        cli.main(["replay", str(run.folder), "--step", "2"])
+        said = capsys.readouterr().out
+        assert "The weights of the teacher differ from those of the run." in said and "NOT equal" in said
     finally:
         save_file(kept, folder, {"format": "pt"})

@@ -73,7 +73,7 @@ def test_a_teacher_is_frozen_and_leaves_the_task_and_the_random_numbers_alone(re
     teacher = teach(recipe, folder)
     assert torch.equal(torch.get_rng_state(), before) and recipe.task.text_tokenizer is tokenizer
     assert not teacher.model.training and not any(value.requires_grad for value in teacher.model.parameters())
-    assert teacher.digests == teach(recipe, folder).digests and not teacher.commits
+    assert teacher.digest == teach(recipe, folder).digest and teacher.commit is None
 
 
 def refused(recipe, folder):
