@@ -13,6 +13,7 @@ from hftune.build import build_model, load_datasets
 from tests.support.runs import NO_DROPOUT, SMALL, train_on
 from tests.support.trainer import STEPS, planned_batches
 
+CLASSES = (*SMALL, "train.epochs=1")
 CHATS = (
     *("recipe=chats_demo", "task.max_train_samples=80", "task.max_eval_samples=13", "train.batch_size=16", "train.parts=4"),
     *("train.micro_batch_tokens=200", "train.epochs=2", "train.warmup_ratio=0", "train.log_every=1", "eval.every=never"),
@@ -26,12 +27,12 @@ SIZES = (1, 2, 4)
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    teachers = train_on(1, {"classes_teacher": (*SMALL, "train.lr=1e-3"), "chats_teacher": CHATS}, folder)
+    teachers = train_on(1, {"classes_teacher": (*CLASSES, "train.lr=1e-3"), "chats_teacher": CHATS}, folder)
     classes, chats = (f"train.teacher={teachers[f'{name}_teacher'].folder}" for name in ("classes", "chats"))
     one_layer = "task.model_config.num_hidden_layers=1"
-    cut = (*SMALL, *NO_DROPOUT, "train.parts=null", "train.packing=off", one_layer, classes)
+    cut = (*CLASSES, *NO_DROPOUT, "train.parts=null", "train.packing=off", one_layer, classes)
     jobs = {
-        "classes": (*SMALL, one_layer, classes, "checkpoint.every=2"),
+        "classes": (*CLASSES, one_layer, classes, "checkpoint.every=2"),
         "chats": (*STUDENT, chats),
         "lora": (*STUDENT, *LORA, chats, "train.teacher_weight=1"),
     }
