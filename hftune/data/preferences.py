@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from hftune.data.chats import ChatError, ChatFormat
+from hftune.data.chats import ChatError, ChatFormat, ChatSample
 from hftune.data.messages import BadChat, as_messages, is_trained, messages_of, tools_of, without_nulls
 
 PROMPTS = ("prompt", "question", "instruction", "input")
@@ -21,14 +21,16 @@ PROBLEMS = (
     "with an empty answer",
     "longer than task.max_length={max_length} tokens",
     "that cannot be written as chats",
+    "with a prompt behind which no answer to another prompt fits (task.max_length={max_length})",
 )
-"""Why a pair cannot be compared: problem k, from 1, of ``encode``."""
+"""Why a sample cannot be compared: problem k, from 1, of ``encoded``."""
+EQUAL, EMPTY, LONG, UNWRITABLE, ALONE = range(1, 1 + len(PROBLEMS))
 _HH_TURN = re.compile(r"\n\n(Human|Assistant):")
 _HH_ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 class BadPair(ChatError):
-    """A pair with nothing to compare; ``problem`` is the number of one of PROBLEMS."""
+    """A sample with nothing to compare; ``problem`` is the number of one of PROBLEMS."""
 
     def __init__(self, problem: int):
         super().__init__(f"It is one {PROBLEMS[problem - 1]}.")
@@ -50,7 +52,7 @@ def pair_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[list[dic
     """
     both = [conversation_of(row, columns, f"{side}_column") for side in SIDES]
     if both[0] == both[1]:
-        raise BadPair(1)
+        raise BadPair(EQUAL)
     common, most = 0, min(map(len, both)) - 1
     while common < most and both[0][common] == both[1][common]:
         common += 1
@@ -73,9 +75,9 @@ def conversation_of(row: Mapping[str, Any], columns: Mapping[str, str], answer: 
         BadPair: the answer is empty.
         ChatError: it has no prompt.
     """
-    chat = _listed(row[columns[answer]], "assistant")
+    chat = listed(row[columns[answer]], "assistant")
     if chat and chat[0].get("role") == "assistant":
-        prompt = _listed(row[columns["prompt_column"]], "user") if "prompt_column" in columns else []
+        prompt = listed(row[columns["prompt_column"]], "user") if "prompt_column" in columns else []
         if prompt and prompt[-1].get("role") == "assistant" and not prompt[-1].get("content"):
             prompt.pop()  # HH-RLHF's prompts end in "Assistant:"
         if not prompt:
@@ -85,7 +87,7 @@ def conversation_of(row: Mapping[str, Any], columns: Mapping[str, str], answer: 
     if system and not (chat and chat[0].get("role") == "system"):
         chat = [{"role": "system", "content": system}, *chat]
     if not chat or not (str(chat[-1].get("content") or "").strip() or chat[-1].get("tool_calls")):
-        raise BadPair(2)
+        raise BadPair(EMPTY)
     return chat
 
 
@@ -111,19 +113,43 @@ def encode(
         BadChat: a row cannot be written as chats; unless ``drops``.
     """
     names = [name for side in SIDES for name in (side, f"{side}_labels")]
-    found: dict[str, list] = {name: [] for name in (*names, "row", "problem", "margin")}
+
+    def read(row: dict[str, Any]) -> list[Any]:
+        return [*_tokens(row, chats, columns, max_length, whole), _margin(row, columns)]
+
+    return encoded(rows, indices, read, {**{name: [] for name in names}, "margin": 0.0}, drops)
+
+
+def encoded(
+    rows: dict[str, list],
+    indices: list[int],
+    read: Callable[[dict[str, Any]], list[Any]],
+    empty: Mapping[str, Any],
+    drops: bool,
+) -> dict[str, list]:
+    """Return what ``read`` makes of each row, by the names in ``empty``; row, its index; and problem.
+
+    Args:
+        empty: what a row with a problem has instead.
+
+    Returns:
+        as lists of a value for each row; problem is 0 or the number of one of PROBLEMS.
+
+    Raises:
+        BadChat: ``read`` raised ChatError; unless ``drops``.
+    """
+    found: dict[str, list] = {name: [] for name in (*empty, "row", "problem")}
     for place, index in enumerate(indices):
-        problem, margin, values = 0, 0.0, [[], [], [], []]
-        row = {name: column[place] for name, column in rows.items()}
+        problem, values = 0, list(empty.values())
         try:
-            values, margin = _tokens(row, chats, columns, max_length, whole), _margin(row, columns)
+            values = read({name: column[place] for name, column in rows.items()})
         except BadPair as error:
             problem = error.problem
         except ChatError as error:
             if not drops:
                 raise BadChat(index, str(error)) from error
-            problem = len(PROBLEMS)
-        for name, value in zip(found, (*values, index, problem, margin), strict=True):
+            problem = UNWRITABLE
+        for name, value in zip(found, (*values, index, problem), strict=True):
             found[name].append(value)
     return found
 
@@ -138,22 +164,33 @@ def _margin(row: Mapping[str, Any], columns: Mapping[str, str]) -> float:
 def _tokens(
     row: Mapping[str, Any], chats: ChatFormat, columns: Mapping[str, str], max_length: int, whole: bool
 ) -> list[list[int]]:
-    tools = tools_of(row, columns["tools_column"]) if "tools_column" in columns else None
-    samples = []
-    for side, messages in zip(SIDES, pair_of(row, columns), strict=True):
-        found = [chats.whole(messages, tools)] if whole else chats.samples(messages, tools)
-        if len(found) > 1:
-            count = sum(map(is_trained, messages))
-            raise ChatError(f"The template writes the {count} {side} answers differently once a later one follows.")
-        samples += found
+    both = zip(SIDES, pair_of(row, columns), strict=True)
+    samples = [sample_of(row, messages, side, chats, columns, whole) for side, messages in both]
     if samples[0] == samples[1]:
-        raise BadPair(1)
+        raise BadPair(EQUAL)
     if max(len(sample.input_ids) for sample in samples) > max_length:
-        raise BadPair(3)
+        raise BadPair(LONG)
     return [part for sample in samples for part in (sample.input_ids, sample.labels)]
 
 
-def _listed(value: Any, role: str) -> list[dict[str, Any]]:
+def sample_of(
+    row: Mapping[str, Any],
+    messages: list[dict[str, Any]],
+    what: str,
+    chats: ChatFormat,
+    columns: Mapping[str, str],
+    whole: bool,
+) -> ChatSample:
+    """Return a row's messages as the only sample that the template makes of them, or raise ChatError."""
+    tools = tools_of(row, columns["tools_column"]) if "tools_column" in columns else None
+    first, *others = [chats.whole(messages, tools)] if whole else chats.samples(messages, tools)
+    if others:
+        count = sum(map(is_trained, messages))
+        raise ChatError(f"The template writes the {count} {what} answers differently once a later one follows.")
+    return first
+
+
+def listed(value: Any, role: str) -> list[dict[str, Any]]:
     """Return the messages of a value: a list, also as JSON text; turns of HH-RLHF; or a text, the message of a role."""
     value = as_messages(without_nulls(value))
     if isinstance(value, str) and _HH_TURN.match(value):

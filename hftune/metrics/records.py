@@ -54,10 +54,11 @@ METRICS = {
         Metric("chrf", "chrF", "max"),
         Metric("mean_length", "Mean length"),
         Metric("margin", "Margin", "max"),
+        Metric("kl", "KL from the reference"),
         *(
             Metric(f"{side}_{what}", f"{side.capitalize()} {what}")
             for what in ("reward", "length")
-            for side in ("chosen", "rejected")
+            for side in ("chosen", "rejected", "desirable", "undesirable")
         ),
         Metric("empty_share", "Empty share", "min", "%"),
         *(Metric(f"l1{region}", f"L1{words}", "min") for region, words in REGIONS.items()),

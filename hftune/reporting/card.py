@@ -31,6 +31,7 @@ TASKS = {
     "Embeddings": ("sentence-similarity", "that embeds texts for retrieval"),
     "ImageClassification": ("image-classification", "that classifies images"),
     "ImageRestoration": ("image-to-image", "that restores images"),
+    "KTO": ("text-generation", "that answers chats as people judge to be good"),
     "LanguageModeling": ("text-generation", "that continues texts"),
     "Preferences": ("text-generation", "that answers chats as people prefer"),
     "ProcessReward": ("token-classification", "that judges the steps of solutions"),

@@ -4,6 +4,7 @@ from hftune.tasks.chats import Chats
 from hftune.tasks.embeddings import Embeddings
 from hftune.tasks.image_classification import ImageClassification
 from hftune.tasks.image_restoration import ImageRestoration
+from hftune.tasks.kto import KTO
 from hftune.tasks.language_modeling import LanguageModeling
 from hftune.tasks.preferences import Preferences
 from hftune.tasks.process_reward import ProcessReward
@@ -15,6 +16,7 @@ from hftune.tasks.title_generation import TitleGeneration
 from hftune.tasks.token_classification import TokenClassification
 
 __all__ = [
+    "KTO",
     "Chats",
     "Embeddings",
     "ImageClassification",

@@ -158,7 +158,7 @@ class ChatTask(TextTask):
             DataError: naming the row for which ``encode`` raised BadChat.
         """
         from hftune.data.cache import idle_cores, mapped
-        from hftune.data.tokenized import cached_texts, tokenizer_key
+        from hftune.data.tokenized import cached_texts
 
         rows = self.rows[split]
 
@@ -169,8 +169,14 @@ class ChatTask(TextTask):
             except BadChat as error:
                 raise DataError(self._about_row(split, *error.args)) from error
 
-        depends_on = [rows._fingerprint, tokenizer_key(self.text_tokenizer), self.read_columns, self.chat_format.key, settings]
-        return cached_texts([name, *depends_on], make)
+        return cached_texts([name, *self.depends_on(split), settings], make)
+
+    def depends_on(self, split: str) -> list[Any]:
+        """Return what the tokens of a split depend on, but for settings."""
+        from hftune.data.tokenized import tokenizer_key
+
+        rows = self.rows[split]
+        return [rows._fingerprint, tokenizer_key(self.text_tokenizer), self.read_columns, self.chat_format.key]
 
     def samples_of_each(self, dataset: Any) -> list[int]:
         import numpy as np

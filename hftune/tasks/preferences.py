@@ -14,7 +14,6 @@ from hftune.config.keys import key
 from hftune.data.preferences import SIDES
 from hftune.tasks.answer_pairs import AnswerPairs
 from hftune.tasks.preference_losses import METHODS, Method, Settings, scores, sft_losses
-from hftune.tasks.text import NO_LABEL, head_losses
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,14 +51,8 @@ class Preferences(AnswerPairs):
     for cpo and orpo, 0 for others."""
 
     def collate(self, examples: Sequence[dict[str, Any]]) -> Batch:
-        """Add ``reference`` (B, S) float32: the reference's log-probabilities; zeros in trials before they are known."""
-        import torch
-
-        from hftune.data.tokenized import values
-
-        known = "reference" in examples[0]
-        reference_BS = values(examples, "reference") if known else torch.zeros(len(examples), len(SIDES))
-        return {**super().collate(examples), "reference": reference_BS}
+        """Add ``reference`` (B, S) float32."""
+        return {**super().collate(examples), "reference": self.reference_of(examples)}
 
     # Loss
 
@@ -86,8 +79,7 @@ class Preferences(AnswerPairs):
     def _compared(self, outputs: Any, target: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the losses of the pairs (B,), and their scores, log-probabilities and trained tokens, each (B, S)."""
         labels_NT, method = target["labels"], self._method
-        logps_BS = -head_losses(outputs, labels_NT).sum(1).view(len(SIDES), -1).T
-        tokens_BS = (labels_NT != NO_LABEL).sum(1).view(len(SIDES), -1).T
+        logps_BS, tokens_BS = self.logps(outputs, labels_NT), self.tokens(labels_NT)
         averages = method.averages if self.length_normalized is None else self.length_normalized
         scores_BS = scores(logps_BS, tokens_BS, target["reference"] if method.has_reference else None, averages)
         settings = Settings(self._beta, self.label_smoothing, self.gamma, self.divergence, self.alpha)

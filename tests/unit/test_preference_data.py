@@ -105,7 +105,7 @@ def test_a_row_that_is_no_chat_is_refused_with_its_number_or_dropped(own):
 def test_a_row_whose_messages_are_out_of_order_is_dropped_as_well(own):
     bad = {"prompt": [ASK], "chosen": [{"role": "system", "content": "x"}, GOOD], "rejected": [BAD]}
     pairs = load_datasets(own(LAYOUTS["TRL's messages"][0], bad, words=("task.bad_pairs=drop",)))["train"]
-    assert len(pairs) == 1 and pairs[0]["dropped"].tolist() == [0, 0, 0, 1]
+    assert len(pairs) == 1 and pairs[0]["dropped"].tolist() == [0, 0, 0, 1, 0]
 
 
 def test_where_no_pair_is_left_nothing_is_trained(own):

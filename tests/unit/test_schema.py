@@ -79,7 +79,7 @@ def test_recipes_of_the_pages_are_valid():
         ("track: {upload: bset}", "track.upload", "'bset' is not one of ['none', 'best', 'all', None]"),
         ("base: yelpp", "base", "'yelpp' is not one of ['bigbird'"),
         ("replace: task", "replace", "'task' is not of type 'array'"),
-        ("task: {type: SequenceClasification}", "task.type", "'SequenceClasification' is not one of ['Chats', 'Embeddings', "),
+        ("task: {type: SequenceClasification}", "task.type", "'SequenceClasification' is not one of ['KTO', 'Chats', "),
         ("task: {type: SequenceClassification, width: 2}", "task", "'width' was unexpected"),
         ("task: {type: TitleGeneration, architecture: decoder}", "task.architecture", "'decoder' is not one of ['prefix_lm'"),
         ("task: {width: 2}", "task", "'width' was unexpected"),  # of yelp's task

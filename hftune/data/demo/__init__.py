@@ -54,6 +54,15 @@ def preferences(split: str) -> list[dict[str, Any]]:
     return rows
 
 
+def judged(split: str) -> list[dict[str, Any]]:
+    """Return one answer ("completion") of each pair of ``preferences``, with a "label": whether it is the better one."""
+    rows = []
+    for index, row in enumerate(preferences(split)):
+        is_good = index // 2 % 2 == 0  # either kind of wrong answers
+        rows.append({"prompt": row["prompt"], "completion": row["chosen" if is_good else "rejected"], "label": is_good})
+    return rows
+
+
 entities = partial(_rows, "entities")
 """Sentences of newspapers as "tokens", with "ner_tags" for people (PER), places (LOC) and organisations (ORG).
 
