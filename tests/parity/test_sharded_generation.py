@@ -9,11 +9,12 @@ from hftune.inference import load_for_all
 from tests.support.runs import FSDP, SMALL, Command, train_on, write_jsonl
 
 FEW = ("train.max_steps=2", "train.batch_size=16", "train.micro_batch_tokens=400", "train.log_every=1", "eval.batch_size=4")
-FEW = (*FEW, "task.max_train_samples=64", "task.max_eval_samples=18", "train.mixed_precision=no", "task.vocab_size=400")
+FEW = (*FEW, "task.max_train_samples=64", "task.max_eval_samples=12", "train.mixed_precision=no", "task.vocab_size=400")
+SHORT = ("task.model_config.max_position_embeddings=40", "task.max_length=40")
 T5 = "{model_type: t5, d_model: 32, d_kv: 8, d_ff: 48, num_layers: 2, num_heads: 4, dropout_rate: 0.0, initializer_factor: 3.0}"
 JOBS = {
-    # Of the model's 128 positions, prompts of 24 tokens leave room for 104. They are answered apart from those of 23 tokens.
-    "chats": ("recipe=chats_demo", *FEW, "task.generation={do_sample: true, top_k: 20, max_new_tokens: 105}"),
+    # Of the model's 40 positions, prompts of 24 tokens leave room for 16. They are answered apart from those of 23 tokens.
+    "chats": ("recipe=chats_demo", *FEW, *SHORT, "task.generation={do_sample: true, top_k: 20, max_new_tokens: 17}"),
     "beams": ("recipe=seq2seq_demo", *FEW, f"task.model_config={T5}", "task.generation={num_beams: 3, min_new_tokens: 4}"),
     "sampled": ("recipe=seq2seq_demo", *FEW, f"task.model_config={T5}", "task.generation={num_beams: 2, do_sample: true}"),
 }
