@@ -47,6 +47,7 @@ INPUTS = {
     "image-classification": '["image.png"]',
     "image-to-image": '[("image.png", "mask.png")]',
     "text-ranking": '[["A question?", "An answer."]]',
+    "token-classification": '[["A question?", ["A step.", "Another one."]]]',
 }
 """Inputs of ``TrainedModel.predict`` in the example, where they are not texts."""
 

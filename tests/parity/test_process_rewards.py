@@ -1,7 +1,9 @@
 """Process reward models on 1, 2 and 4 processes, stopped and resumed; their tokens, loss and scores against TRL's, written out."""
 
+import ast
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -33,8 +35,8 @@ def runs(tmp_path_factory):
     again = (*WHOLE, "checkpoint.every=2", f"output_dir={folder}/resumed")
     alone = {"whole": WHOLE, **{f"micro {size}": (*WHOLE, *NO_DROPOUT, f"train.micro_batch_size={size}") for size in (5, 12)}}
     found = {(job, 1): run for job, run in train_on(1, alone, folder, name).items()}
-    train_on(2, {"resumed": again}, folder, name, stops={"resumed": (5, 0)})
-    found |= {(job, 2): run for job, run in train_on(2, {"whole": WHOLE, "resumed": again}, folder, name).items()}
+    two = {"whole": WHOLE, "stopped": again, "resumed": again}
+    found |= {(job, 2): run for job, run in train_on(2, two, folder, name, stops={"stopped": (5, 0)}).items()}
     return found | {("whole", 4): train_on(4, {"whole": WHOLE}, folder, name)["whole"]}
 
 
@@ -146,6 +148,13 @@ def test_rows_that_cannot_be_trained_on_are_named(own, row, message):
 def test_what_has_no_steps_is_not_scored(runs, value):
     with pytest.raises(DataError, match="Input 0 is no problem with its steps: give a pair of them, or write a tab"):
         hftune.load_model(runs["whole", 1].folder).predict([value])
+
+
+def test_the_card_shows_how_steps_are_scored(runs):
+    model = runs["whole", 1].folder / "model"
+    (line,) = re.findall(r"^trained\.predict\((.*)\)$", (model / "README.md").read_text(), re.MULTILINE)
+    (row,) = hftune.load_model(model).predict(ast.literal_eval(line))
+    assert len(row["scores"]) == 2
 
 
 def test_steps_in_a_table_and_in_a_text_are_scored(runs, tmp_path, monkeypatch, capsys):

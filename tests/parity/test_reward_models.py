@@ -41,10 +41,10 @@ def runs(tmp_path_factory, pairs):
     alone = (*ALONE, pairs, "task.dataset=null", "task.margin_column=ahead")
     jobs = {"alone": (*alone, "train.micro_batch_size=16"), "cut": (*alone, "train.micro_batch_size=3")}
     found = {(name, 1): run for name, run in train_on(1, {**JOBS, **jobs}, folder, "reward_demo").items()}
-    again = {"resumed": (*JOBS["whole"], "checkpoint.every=2", f"output_dir={folder}/resumed")}
-    train_on(2, again, folder, "reward_demo", stops={"resumed": (5, 0)})
-    many = {**JOBS, **again, "sharded": JOBS["whole"]}
-    found |= {(name, 2): run for name, run in train_on(2, many, folder, "reward_demo", sharded={"sharded"}).items()}
+    again = (*JOBS["whole"], "checkpoint.every=2", f"output_dir={folder}/resumed")
+    two = {**JOBS, "stopped": again, "resumed": again, "sharded": JOBS["whole"]}
+    some = {"stops": {"stopped": (5, 0)}, "sharded": {"sharded"}}
+    found |= {(name, 2): run for name, run in train_on(2, two, folder, "reward_demo", **some).items()}
     return found | {("whole", 4): train_on(4, {"whole": JOBS["whole"]}, folder, "reward_demo")["whole"]}
 
 
