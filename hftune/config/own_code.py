@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
@@ -29,23 +29,28 @@ def hashes_of(modules: Iterable[str]) -> dict[str, str]:
             continue
         files[name] = path
         with suppress(OSError, SyntaxError, ValueError):  # importing it says what is wrong
-            waiting += _imported(name, path)
+            waiting += _imported(name if path.stem == "__init__" else name.rpartition(".")[0], path.read_bytes())
     return {_shown(name, path): sha256(path.read_bytes()).hexdigest() for name, path in sorted(files.items())}
 
 
 def _file_of(module: str) -> Path | None:
     """Return the file of a module of the user's; None for others, and for what is no file, such as a notebook."""
     top, _, rest = module.partition(".")
-    roots = [PACKAGE, *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))]
     for name in (top, module) if rest else (top,):  # the first is enough to know an installed package by
         origin = getattr(sys.modules.get(name), "__file__", None)
         if origin is None:
             with suppress(Exception, SystemExit):  # it imports the packages around a module
                 origin = getattr(find_spec(name), "origin", None)
         path = Path(origin or "").resolve()
-        if origin is not None and (not path.is_file() or any(map(path.is_relative_to, roots)) or _has_metadata(name, path)):
+        if origin is not None and (not path.is_file() or any(map(path.is_relative_to, _roots())) or _has_metadata(name, path)):
             return None
     return path if origin is not None else None
+
+
+@cache
+def _roots() -> list[Path]:
+    """Return the folders of hftune, Python and installed packages."""
+    return [PACKAGE, *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))]
 
 
 def _has_metadata(module: str, path: Path) -> bool:
@@ -62,17 +67,19 @@ def _installed(folder: Path) -> set[str]:
     return {line.partition(",")[0].partition("/")[0] for text in lists for line in text.splitlines()}
 
 
-def _imported(module: str, path: Path) -> Iterator[str]:
-    """Yield the names of modules that a file may import; those of other things are not found."""
-    package = module if path.stem == "__init__" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_bytes())):
+@cache
+def _imported(package: str, source: bytes) -> list[str]:
+    """Return the names of modules that a file of a package may import; those of other things are not found."""
+    names = list[str]()
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             name = "." * node.level + (node.module or "")
             with suppress(ImportError):
                 parent = resolve_name(name, package) if node.level else name
-                yield from (parent, *(f"{parent}.{alias.name}" for alias in node.names))
+                names += (parent, *(f"{parent}.{alias.name}" for alias in node.names))
+    return names
 
 
 def _shown(module: str, path: Path) -> str:

@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from hftune import Interrupted, Recipe, run, train
+from hftune.config.own_code import hashes_of
 from hftune.data import rows as data_rows
 from hftune.distributed import consistency, garbage
 from hftune.strategies.base import Strategy
@@ -92,6 +93,7 @@ def main(folder: Path) -> None:
     for part in ("train", "eval"):  # each is made once a process
         few_reviews(part), few_digits(part), few_pictures(part)
     consistency.code(), consistency.packages()  # what processes compare before they train
+    hashes_of(["tests.support.tasks"])  # likewise
     for name in ("yelp_demo", "mnist_demo", "bigbird_demo", "restoration_demo", str(SUPPORT / "next_token.yaml")):
         Recipe.load(name).to_yaml()  # the defaults of their tasks are read once a process
     tempfile.tempdir = None
