@@ -75,7 +75,7 @@ def section_text(name: str) -> str | None:
 def _default(described: Key) -> str:
     if described.default is dataclasses.MISSING:
         return "required"
-    is_text = isinstance(described.default, str) and described.default
+    is_text = isinstance(described.default, str) and described.default.strip()
     return described.default if is_text else format_value(described.default).replace("''", '""')
 
 
