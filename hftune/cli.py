@@ -35,6 +35,10 @@ COMMANDS = {
         "draw several answers to each prompt from a finished chat model, score them, and write the best ones, or pairs, to "
         "train on. Under a launcher all processes share the prompts: accelerate launch -m hftune.cli sample outputs/sft ..."
     ),
+    "mine": (
+        "find hard negatives for pairs of texts with a finished embedding model, and write them as rows to train on. Under a "
+        "launcher all processes share the texts: accelerate launch -m hftune.cli mine outputs/embeddings ..."
+    ),
     "evaluate": (
         "evaluate a run's model again on its evaluation data; any key can be overridden. Under a launcher all processes share "
         "the work, as in training: accelerate launch -m hftune.cli evaluate recipe=..."
@@ -78,7 +82,7 @@ COMMANDS = {
 }
 """What each command does: the first sentence in the list of commands, all of it in its own help. Its module has its name."""
 
-LONG = ("train", "sample", "evaluate", "sweep", "folds", "replay", "verify")
+LONG = ("train", "sample", "mine", "evaluate", "sweep", "folds", "replay", "verify")
 """Commands that go on if the reader of their output exits, or their terminal is closed; predict does so with ``--data``."""
 CLOSED = 141
 """Exit code of the others if the reader has gone, as in ``hftune configs | head -1``: 128 + SIGPIPE, as for other programs."""

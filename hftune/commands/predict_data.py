@@ -9,7 +9,7 @@ import argparse
 import inspect
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -78,8 +78,11 @@ def located(table: Table, value: Any) -> Any:
     return beside if beside.exists() else Path(value)
 
 
-def prepare(options: argparse.Namespace) -> Job:
+def prepare(options: argparse.Namespace, reads: Callable[[Task], Mapping[str, str | None]] | None = None) -> Job:
     """Check the arguments, and every row.
+
+    Args:
+        reads: returns what is read of a row, for a task, or refuses it; by default its ``input_columns``.
 
     Raises:
         ConfigError, DataError: they cannot be predicted, or not be written.
@@ -99,10 +102,11 @@ def prepare(options: argparse.Namespace) -> Job:
     task = recipe.task
     check_answers(task)
     check_probabilities(task, options.probabilities)
+    wanted = task.input_columns() if reads is None else reads(task)
     hide_reports()
     trained_on = read_about(readable(model)).get("columns", {})
-    table = flattened(read_table(options.data, getattr(task, "dataset_config", None)), task, {**given, **trained_on})
-    columns = find_columns(task, table, given, trained_on)
+    table = flattened(read_table(options.data, getattr(task, "dataset_config", None)), wanted, {**given, **trained_on})
+    columns = find_columns(task, table, given, trained_on, wanted)
     sizes, empty = scan(table, columns)
     names = " or ".join(map(repr, columns.values()))
     if empty.all():
@@ -129,7 +133,7 @@ def prepare(options: argparse.Namespace) -> Job:
         notices=[
             f"Predicting from column {column!r} as the {name}. --map {name}=COLUMN names a different one."
             for name, column in columns.items()
-            if name not in given and column not in (task.input_columns()[name], trained_on.get(f"{name}_column"))
+            if name not in given and column not in (wanted[name], trained_on.get(f"{name}_column"))
         ],
     )
 
@@ -190,15 +194,21 @@ def check_probabilities(task: Task, asked: bool) -> None:
         raise ConfigError(f"--probabilities: {type_name(type(task))} predicts no classes. Leave it out.")
 
 
-def flattened(table: Table, task: Task, given: Mapping[str, str]) -> Table:
+def flattened(table: Table, wanted: Mapping[str, str | None], given: Mapping[str, str]) -> Table:
     """Give the texts of a column with several, such as translation, columns of their own if one of them is read."""
-    wanted = {column for column in (*task.input_columns().values(), *given.values()) if column is not None}
-    is_nested = any(column.partition(".")[0] in table.columns for column in wanted - {*table.columns})
+    names = {column for column in (*wanted.values(), *given.values()) if column is not None}
+    is_nested = any(column.partition(".")[0] in table.columns for column in names - {*table.columns})
     return replace(table, rows=table.rows.flatten()) if is_nested else table
 
 
-def find_columns(task: Task, table: Table, given: Mapping[str, str], trained_on: Mapping[str, str]) -> dict[str, str]:
-    """Return the table's columns that the task predicts from, by what ``Task.input_columns`` calls them.
+def find_columns(
+    task: Task,
+    table: Table,
+    given: Mapping[str, str],
+    trained_on: Mapping[str, str],
+    wanted: Mapping[str, str | None],
+) -> dict[str, str]:
+    """Return the table's columns that are ``wanted``, by name, as ``Task.input_columns`` says what a task predicts from.
 
     Each is what ``given`` (--map) says, or the recipe, or the column that was trained on (see ``Task.read_columns``); or else
     the only one that it can be.
@@ -207,7 +217,7 @@ def find_columns(task: Task, table: Table, given: Mapping[str, str], trained_on:
         ConfigError: the task reads no columns, or ``given`` names something else than its columns.
         DataError: a column is missing, or holds numbers.
     """
-    wanted, columns, features = task.input_columns(), table.columns, table.rows.features
+    columns, features = table.columns, table.rows.features
     if not wanted:
         raise ConfigError(
             f"{type_name(type(task))} does not say which columns of a table it predicts from. Give it a method input_columns."

@@ -67,6 +67,7 @@ def test_help_is_shown_and_needs_no_torch():
 
 def test_arguments_of_every_command_are_refused_before_torch_is_imported(finished, tmp_path):
     recipe = f"recipe={finished}/recipe.yaml"
+    sample, mine = ("sample", "nope", "--data", "x", "--reward", "a.b"), ("mine", "nope", "--data", "x", "--output", "x.csv")
     refusals = {
         ("train", "recipe=yelp_demo", "--processes", "0"): "--processes 0 must be at least 1.",
         ("train", "recipe=yelp_demo", "--processes", "4-1"): "--processes 4-1: the least number exceeds the most, 1. ",
@@ -90,26 +91,10 @@ def test_arguments_of_every_command_are_refused_before_torch_is_imported(finishe
         "checkpoint, which a run resumes from. ",
         ("predict", str(finished), "--data", "nope.csv", "--output", "x.csv"): "--data nope.csv: there is no such file.",
         ("predict", str(finished), "--data", "nope.csv", "--output", "x"): "--output x: its name does not end in one of .csv, ",
-        (
-            "sample",
-            str(finished),
-            "--data",
-            "x",
-            "--reward",
-            "a.b",
-            "--answers",
-            "1",
-        ): "--answers 1: a pair needs 2 answers at ",
-        (
-            "sample",
-            str(finished),
-            "--data",
-            "x",
-            "--reward",
-            "a.b",
-            "--output",
-            "x",
-        ): "--output x: its name does not end in one ",
+        (*sample, "--answers", "1"): "--answers 1: a pair needs 2 answers at least.",
+        (*sample, "--output", "x"): "--output x: its name does not end in one of ",
+        (*mine, "--range-max", "2"): "--range-max 2 leaves 2 ranks after --range-min 0, too few for --negatives 3.",
+        mine: "nope: there is no such folder.",
         ("sweep", "recipe=yelp_demo", "train.lr=1e-5"): "Nothing varies. ",
         ("sweep", "recipe=yelp_demo", "train.lr=1e-5,x"): "train.lr='x' is not a number, such as 5e-05.",
         ("push", str(finished), "bert"): "bert is not USER/NAME or ORGANIZATION/NAME, as models on the Hub are called.",

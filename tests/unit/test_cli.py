@@ -82,7 +82,7 @@ REFUSED = {
     "configs 4gpus": "4gpus: there is no such launch configuration. Did you mean '4gpu'?",
     "configs --copy": "--copy needs the name of a launch configuration: ",
     "configs 2cpu --copy none/2cpu.yaml": "none/2cpu.yaml cannot be written: No such file or directory.",
-    "evaluat recipe=yelp": "'evaluat' is not a command. Commands: train, recipes, show, schema, plan, predict, sample, evaluate,",
+    "evaluat recipe=yelp": "'evaluat' is not a command. Commands: train, recipes, show, schema, plan, predict, sample, mine,",
     "evaluate2 recipe=yelp": "Did you mean 'evaluate'?",
     "run recipe=yelp": "Did you mean 'train'?",
     "recipe=yelp train.lr=1": "To train: hftune train recipe=yelp train.lr=1",

@@ -236,10 +236,10 @@ def test_the_column_that_was_trained_on_comes_before_a_guess(tmp_path):
     table, task = read_table(str(tmp_path / "t.csv")), SequenceClassification(label_column="label")
     assert task.input_columns() == {"text": None}
     for trained_on, column in (({"text_column": "opinion"}, "opinion"), ({"text_column": "gone"}, "text"), ({}, "text")):
-        assert find_columns(task, table, {}, trained_on) == {"text": column}
+        assert find_columns(task, table, {}, trained_on, task.input_columns()) == {"text": column}
     (tmp_path / "n.csv").write_text("id,stars\n1,2\n")
     with pytest.raises(DataError, match=r"has no column that could be the text\. It has: id, stars\. Name the right one"):
-        find_columns(task, read_table(str(tmp_path / "n.csv")), {}, {})
+        find_columns(task, read_table(str(tmp_path / "n.csv")), {}, {}, task.input_columns())
 
 
 def test_a_text_without_a_token_is_planned():
@@ -249,9 +249,13 @@ def test_a_text_without_a_token_is_planned():
 def test_texts_of_a_translation_column_are_found_by_their_names(tmp_path, write_rows):
     path = write_rows("rows.jsonl", [{"id": 1, "translation": {"en": "a train", "fr": "un train"}}])
     task, given = Seq2Seq(source_column="translation.en", target_column="translation.fr"), {"source": "translation.fr"}
-    table = flattened(read_table(str(path)), task, {})
-    assert find_columns(task, table, {}, {}) == {"source": "translation.en"} and table.rows[0]["translation.en"] == "a train"
-    assert find_columns(Seq2Seq(), flattened(read_table(str(path)), Seq2Seq(), given), given, {}) == given
+    table = flattened(read_table(str(path)), task.input_columns(), {})
+    assert (
+        find_columns(task, table, {}, {}, task.input_columns()) == {"source": "translation.en"}
+        and table.rows[0]["translation.en"] == "a train"
+    )
+    wanted = Seq2Seq().input_columns()
+    assert find_columns(Seq2Seq(), flattened(read_table(str(path)), wanted, given), given, {}, wanted) == given
 
 
 def test_a_killed_prediction_goes_on_and_starts_over_for_different_data(run, table, expected, tmp_path, capsys, monkeypatch):
