@@ -108,6 +108,13 @@ def check_predict(cells):
     assert {row["other labels"] for row in cells.rows if "bf16" not in row[""]} == {"0"}
 
 
+def check_preferences(dpo, kto, speed):
+    for cells in (dpo, kto):
+        assert [row[""] for row in cells.rows] == ["hftune", "hftune", "TRL", "TRL"]
+        assert all(number(row[f"{kind} furthest from 1"]) < 1e-5 for row in cells.rows[:2] for kind in ("loss", "norm"))
+        assert len({row["first loss"] for row in cells.rows}) == 1
+
+
 def check_restoration_flowers(cells):
     inside = {row[""]: number(row["psnr_inside"]) for row in cells.rows}
     assert inside["damaged"] < inside["mean colour"] < inside["hftune"] < 60
@@ -147,6 +154,8 @@ COLD = ("batch_plan", "startup")
 """Run in an interpreter that has imported nothing, as a newcomer would: without torch, and a training."""
 CHECKS = {name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")}
 """What a figure must be like, where it can be told of a smoke run."""
+TRL = {"sft_scale": "trl", "preferences": '"trl==1.16.*"'}
+"""Scripts that compare with TRL, and what they ask for."""
 SCRIPTS = sorted({path.stem for path in BENCHMARKS.glob("*.py")} - SHARED)
 
 
@@ -158,7 +167,7 @@ def test_smoke_run_ends_well_with_a_sensible_table(tmp_path, monkeypatch, name):
                 pass
         except NotAllowed as error:
             pytest.skip(str(error))
-    if name == "sft_scale" and find_spec("trl") is None:
+    if name in TRL and find_spec("trl") is None:
         pytest.skip("TRL is not installed")
     monkeypatch.chdir(tmp_path)
     output = tmp_path / "result.json"
@@ -178,8 +187,9 @@ def test_smoke_run_ends_well_with_a_sensible_table(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.skipif(find_spec("trl") is not None, reason="TRL is installed")
-def test_comparison_with_trl_says_in_a_sentence_that_it_is_not_installed():
+@pytest.mark.parametrize("name", TRL)
+def test_comparison_with_trl_says_in_a_sentence_that_it_is_not_installed(name):
     # Cold: no torch is imported to say this.
-    done = subprocess.run([sys.executable, BENCHMARKS / "sft_scale.py"], env=environment(), capture_output=True, text=True)
+    done = subprocess.run([sys.executable, BENCHMARKS / f"{name}.py"], env=environment(), capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "benchmarks/sft_scale.py compares hftune with TRL, which is not installed: pip install trl.\n"
+    assert done.stderr == f"benchmarks/{name}.py compares hftune with TRL, which is not installed: pip install {TRL[name]}.\n"
