@@ -19,6 +19,7 @@ from hftune.checkpoints.export import read_about
 from hftune.checkpoints.output_dir import check_base
 from hftune.checkpoints.run_folder import check_checkpoint, check_model
 from hftune.config import Recipe, TrackConfig
+from hftune.config.sections import FORWARD
 from hftune.distributed.accelerator import start_accelerator
 from hftune.distributed.session import Session
 from hftune.errors import ConfigError
@@ -73,9 +74,9 @@ def evaluate(
         DataError: the data cannot be evaluated on.
     """
     model, checkpoint = Path(model), None if checkpoint is None else Path(checkpoint)
-    # Trackers are those of the training; and how FSDP sends weights matters to no result, so any launcher will do.
-    training = replace(recipe.train, fsdp_gather="float32")
-    recipe = replace(recipe, track=TrackConfig(), train=training, parallel=replace(recipe.parallel, replicas=1, context=1))
+    # Trackers are those of the training. Neither they nor what FORWARD has matter to the result, so any launcher will do.
+    training, parallel = replace(recipe.train, **FORWARD), replace(recipe.parallel, replicas=1, context=1)
+    recipe = replace(recipe, track=TrackConfig(), train=training, parallel=parallel)
     recipe.validate()
     with Session(recipe) as session:
         session.progress.stage("loading data and model")

@@ -32,6 +32,7 @@ from hftune.build import choose_strategy
 from hftune.checkpoints.export import readable
 from hftune.commands.predict_data import ABOUT, Job, flat, output_columns, output_rows, parts_folder, stamps
 from hftune.config import ParallelConfig, TrackConfig
+from hftune.config.sections import FORWARD
 from hftune.data.table import WRITTEN, write_table
 from hftune.distributed.collectives import Collectives
 from hftune.distributed.consistency import check_same, fingerprint
@@ -66,7 +67,7 @@ def compute(job: Job, kind: type[Parts] | None = None) -> bool:
     # Which processes share the work does not depend on how the training was spread, nor do trackers matter.
     recipe = replace(job.recipe, track=TrackConfig(), parallel=ParallelConfig())
     precision = job.mixed_precision or recipe.train.mixed_precision
-    recipe = replace(recipe, train=replace(recipe.train, fsdp_gather="float32", mixed_precision=precision))
+    recipe = replace(recipe, train=replace(recipe.train, mixed_precision=precision, **FORWARD))
     with Session(recipe) as session:
         session.progress.stage("loading the model")
         model = load_for_all(recipe, job.model)

@@ -295,6 +295,10 @@ def _regex_problem(name: str, pattern: Any) -> Iterator[str]:
         yield f"{name}={pattern!r} is not a regular expression: {error}."
 
 
+FORWARD: dict[str, Any] = {"fsdp_gather": "float32", "micro_batch_size": None, "micro_batch_tokens": None}
+"""``train`` for who only predicts: without how weights are sent under FSDP and batches are cut, which some launchers refuse."""
+
+
 @dataclass
 class EvalConfig(Section):
     """When and how to evaluate. The results do not depend on batch_size and batch_tokens."""
