@@ -94,6 +94,28 @@ def test_notebook_trains_the_same_on_one_and_two_processes(example):
     assert [row["label"] for row in ast.literal_eval(done.stdout.splitlines()[-1])] == [0, 1]  # the upper moon, the lower one
 
 
+def test_a_round_in_miniature_trains_on_answers_that_were_drawn_and_draws_again(example):
+    folder = example("rounds")
+    for name, words in {
+        "rewards.py": {"600": "16"},
+        "rounds.sh": {
+            "1280": "320",
+            "--answers 8": "--answers 2",
+            "--threshold 1": "",
+            "in 1 2": "in 1",
+            "epochs=3": "max_steps=2",
+        },
+    }.items():
+        text = (folder / name).read_text()
+        assert all(word in text for word in words)
+        for word, small in words.items():
+            text = text.replace(word, small)
+        (folder / name).write_text(text)
+    done = subprocess.run(["sh", "rounds.sh"], env=child_environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("mean of the best") == 2 and len((folder / "best_1.jsonl").read_text().splitlines()) > 1
+
+
 def test_notebook_is_kept_without_outputs():
     cells = json.loads((EXAMPLES / "own_task" / "moons.ipynb").read_text(encoding="utf-8"))["cells"]
     assert [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")] == []
