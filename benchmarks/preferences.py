@@ -357,6 +357,7 @@ def draw(curves: Mapping[str, Mapping[str, Mapping[int, Curves]]], path: Path) -
         for axes, (method, kind) in zip(panels, places, strict=True):
             draw_distances(axes, curves[method], kind)
             axes.set_title(f"{method.upper()}: {'loss' if kind == 'loss' else 'gradient norm'}", loc="left", fontweight="bold")
+        panels[0].legend(frameon=False, fontsize=7)
         panels[0].set_ylabel("relative difference from 1 process")
         panels[0].set_yscale("log")
         panels[0].set_ylim(1e-9, 10)
@@ -373,8 +374,6 @@ def draw_distances(axes: Axes, found: Mapping[str, Mapping[int, Curves]], kind: 
                 shown = [distance or float("nan") for distance in distances(runs, count, kind)]
                 label = f"{name}, {count} processes"
                 axes.plot(range(1, 1 + len(shown)), shown, style, color=COLOURS.get(count), lw=1.4, label=label)
-    if kind == "loss":
-        axes.legend(frameon=False, fontsize=7)
 
 
 if __name__ == "__main__":

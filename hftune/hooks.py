@@ -25,9 +25,10 @@ class Hooks:
     """Modules that its methods import. `hftune train --processes` imports them once for all processes of the machine."""
 
     # build.py, settle.py, optim, strategies, evaluation.py, data/augmentation.py, planning: what is computed, and what together
-    scored_head: ClassVar[bool] = False
+    scored_head: ClassVar[bool | str] = False
     """Whether ``loss`` and ``predictions`` take a ``ScoredOutput`` (hftune.models.scored_head) as well as logits. Then a
-    transformers model computes the cross-entropy of ``target`` together with its head if there would be too many logits."""
+    transformers model computes the cross-entropy of ``target``, or of the labels in it, together with its head if there would
+    be too many logits. "each": ``loss`` needs that of each label, and its gradient, not their sum."""
 
     reference_fields: ClassVar[Sequence[str]] = ()
     """Numbers in the rows of ``predictions`` that the loss needs of the model as training begins, too. They are computed once,

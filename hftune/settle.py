@@ -225,7 +225,7 @@ def settle_head(
     sample = known[len(known) // 2]
     reason = strategy.tried(model, lambda tried: head_problem(tried, recipe.task, dataset, sample, strategy.device, half))
     if reason is None:
-        scored_head.install(model)
+        scored_head.install(model, each=recipe.task.scored_head == "each")
         strategy.scores_head = True
         return []
     return [f"The logits of a micro-batch are computed all at once, because {reason}."]
@@ -340,6 +340,8 @@ def may_score_head(recipe: Recipe, model: nn.Module) -> bool:
     if recipe.train.head_loss == "whole" or recipe.parallel.pipeline_stages > 1 or not recipe.task.scored_head:
         return False
     if recipe.train.teacher is not None or not is_of_transformers(model):
+        return False
+    if recipe.parallel.context > 1 and recipe.task.scored_head == "each":  # of which a process would have a part
         return False
     from hftune.models.scored_head import Head
 

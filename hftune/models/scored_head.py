@@ -2,7 +2,8 @@
 
 The logits of a micro-batch are often its largest tensors: 2,048 tokens by 150,000 words are 1.2 GB in float32, and their
 softmax and their gradient as much again. Here only rows that have a target meet the head, in chunks. The gradient of a chunk is
-computed right after its loss, so that nothing of it is kept for the backward pass, and nothing is computed twice.
+computed right after its loss, so that nothing of it is kept for the backward pass, and nothing is computed twice. Where a loss
+needs each cross-entropy, as those of preferences do, its gradient is not known by then: chunks are computed again for it.
 
 All of this happens inside the head's own call, where FSDP has gathered its weights and autocast is on. What comes before the
 head is the model's own code. What comes behind it, such as soft-capping, is named in ``Head``;
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -44,7 +46,7 @@ class ScoredOutput(ModelOutput):
     loss_sum: Tensor | None = None
     """Sum of the cross-entropies, a scalar: float32, or float64 if the logits are."""
     losses: Tensor | None = None
-    """Each of them, (B, T), 0 where there is no target; only without gradient, as in evaluations."""
+    """Each of them, (B, T), 0 where there is no target; without gradient, as in evaluations, or if each is asked for."""
     past_key_values: Any = None
     encoder_last_hidden_state: Tensor | None = None
     router_logits: Any = None
@@ -93,11 +95,11 @@ class Head:
         return cross_entropy(logits_RV, targets_R, reduction=reduction)
 
 
-def install(model: nn.Module, at_once: int | None = None) -> Callable[[], None]:
+def install(model: nn.Module, at_once: int | None = None, each: bool = False) -> Callable[[], None]:
     """Let a model that has a ``Head`` take ``targets`` beside its inputs; return a function that undoes it.
 
     Given them, it returns a ``ScoredOutput`` instead of logits, unless the micro-batch has at most ``at_once`` logits (None:
-    ``AT_ONCE``): then it returns what it always does, the same bits.
+    ``AT_ONCE``): then it returns what it always does, the same bits. ``each``: of each target, with its gradient, no sum.
     """
     original = model.forward.__func__
 
@@ -112,8 +114,9 @@ def install(model: nn.Module, at_once: int | None = None) -> Callable[[], None]:
 
         def score(hidden_BTC: Tensor) -> Tensor:
             nonlocal losses_BT
-            loss_sum, losses_BT = _score(head, hidden_BTC, targets, most)
-            return loss_sum.view(1, 1, 1).clone()  # a logit, for what the model does behind its head; FSDP wants no view
+            loss_sum, losses_BT = _score(head, hidden_BTC, targets, most, each)
+            found = loss_sum.view(1, 1, 1) if losses_BT is None or not each else losses_BT.unsqueeze(-1)
+            return found.clone()  # logits, for what the model does behind its head; FSDP wants no view
 
         # The head's hooks stay: FSDP gathers its weights before it, often in a unit with the last norm, and frees them after
         # it. In the backward pass it gathers them again when the gradient of the output arrives, so the output has to be what
@@ -126,10 +129,12 @@ def install(model: nn.Module, at_once: int | None = None) -> Callable[[], None]:
         finally:
             handle.remove()
             undo()
-        (loss_sum,) = sums
+        (scored,) = sums
         others = ("past_key_values", "encoder_last_hidden_state", "router_logits")
         rest = {name: getattr(outputs, name, None) for name in others}
-        return ScoredOutput(loss_sum.view(()), losses_BT, **rest)
+        if each:
+            return ScoredOutput(None, scored.squeeze(-1), **rest)
+        return ScoredOutput(scored.view(()), losses_BT, **rest)
 
     return _set_forward(model, MethodType(forward, model))  # deepcopy binds it to the copy
 
@@ -148,8 +153,8 @@ def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[],
     return undo
 
 
-def _score(head: Head, hidden_BTC: Tensor, targets_BT: Tensor, at_once: int) -> tuple[Tensor, Tensor | None]:
-    """Return the sum of the losses; and, without gradient, each of them."""
+def _score(head: Head, hidden_BTC: Tensor, targets_BT: Tensor, at_once: int, each: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the sum of the losses; and, without gradient or if ``each``, each of them."""
     if hidden_BTC.shape[:2] != targets_BT.shape:
         raise ValueError(
             f"the head is given {tuple(hidden_BTC.shape[:2])} tokens, and the targets are {tuple(targets_BT.shape)}"
@@ -160,11 +165,11 @@ def _score(head: Head, hidden_BTC: Tensor, targets_BT: Tensor, at_once: int) -> 
     places_R = torch.arange(len(targets), device=targets.device) if is_plan else (targets != NO_TARGET).nonzero().flatten()
     hidden_RC, targets_R = hidden_BTC.flatten(0, 1).index_select(0, places_R), targets[places_R]
     size = max(1, at_once // head.num_words, MIN_ROWS_ON_GPU if hidden_RC.is_cuda else 1)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not each:
         trained = [parameter for parameter in head.module.parameters() if parameter.requires_grad]
         return _ChunkedLoss.apply(hidden_RC, targets_R, head, size, *trained), None
     chunks = zip(hidden_RC.split(size), targets_R.split(size), strict=True)
-    losses_R = torch.cat([head.losses(hidden, target, "none") for hidden, target in chunks])
+    losses_R = torch.cat([checkpoint(head.losses, *chunk, "none", use_reentrant=False) for chunk in chunks])
     return losses_R.sum(), losses_R.new_zeros(len(targets)).index_copy(0, places_R, losses_R).view_as(targets_BT)
 
 

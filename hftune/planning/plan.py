@@ -399,7 +399,7 @@ def count_in_process(
     if scores_head := may_score_head(recipe, model):
         from hftune.models import scored_head
 
-        scored_head.install(model)
+        scored_head.install(model, each=recipe.task.scored_head == "each")
     average, is_ddp, found = average_bytes(model) if recipe.train.ema_decay is not None else 0, plan.processes > 1, []
     for item in heaviest:
         compute_it = partial(forward_backward, recipe, model, item.batches[0], scores_head, not plan.fsdp, context)

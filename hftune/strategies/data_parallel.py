@@ -23,7 +23,7 @@ from hftune.models.kinds import TARGETS
 from hftune.models.trial import named_buffers, restored_buffers, tolerance_of
 from hftune.strategies.base import StepBatch, Strategy
 from hftune.strategies.optimizer_state import most_moments
-from hftune.strategies.packing import compute, given_to, inputs_of, install_packing, reads_scores
+from hftune.strategies.packing import compute, given_to, head_targets, inputs_of, install_packing, reads_scores
 from hftune.strategies.pipeline_stages import layers_of
 from hftune.strategies.seeds import LayerSeeds
 from hftune.strategies.sharding import Sharding, fill_gradients, refuse_unused, without_gradient
@@ -343,7 +343,9 @@ class DataParallel(Strategy):
     def evaluation_inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         """Return the model's keyword arguments in an evaluation. Not collective."""
         inputs = self.task.evaluation_inputs(batch)
-        return {**inputs, TARGETS: self.task.target(batch)} if self.scores_head and reads_scores(self.task) else inputs
+        if self.scores_head and reads_scores(self.task):
+            inputs = {**inputs, TARGETS: head_targets(self.task.target(batch))}
+        return inputs
 
 
 class ReachingAll(torch.autograd.Function):

@@ -40,8 +40,13 @@ def inputs_of(task: Task, batch: Mapping[str, Any], scores_head: bool = False) -
     rest = {name: value for name, value in batch.items() if name != PACKING}
     inputs = task.inputs(rest)
     if scores_head:
-        inputs = {**inputs, TARGETS: task.target(rest)}
+        inputs = {**inputs, TARGETS: head_targets(task.target(rest))}
     return {**inputs, PACKING: batch[PACKING]} if PACKING in batch else inputs
+
+
+def head_targets(target: Any) -> Tensor:
+    """Return the labels among what a loss needs, whose cross-entropies the head computes."""
+    return target if isinstance(target, Tensor) else target["labels"]
 
 
 def given_to(

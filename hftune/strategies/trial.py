@@ -13,7 +13,7 @@ from hftune.batch_plan import by_length
 from hftune.errors import ConfigError, DataError, first_line
 from hftune.models.kinds import TARGETS
 from hftune.models.trial import alike, tolerance_of, trying
-from hftune.strategies.packing import PACKING, collate_for, compute
+from hftune.strategies.packing import PACKING, collate_for, compute, head_targets
 from hftune.task import Task
 
 GROWN = 64.0
@@ -103,14 +103,14 @@ def head_problem(
         inputs, target = task.inputs(batch), task.target(batch)
         dtype = half if any(value.dtype == half for value in model.parameters()) else None
         with trying(model, device), autocast(device, dtype):
-            head, tolerance = Head.of(model), tolerance_of(device, dtype)
+            head, tolerance, labels = Head.of(model), tolerance_of(device, dtype), head_targets(target)
             for factor in (1.0, GROWN):
                 growing = head.module.register_forward_pre_hook(lambda _, hidden, factor=factor: (hidden[0] * factor,))
                 try:
                     expected = float(task.loss(model(**inputs), target))
-                    undo = install(model, at_once=head.num_words * (target.numel() // 3))  # so there are several chunks
+                    undo = install(model, head.num_words * (labels.numel() // 3), task.scored_head == "each")  # several chunks
                     try:
-                        found = float(task.loss(model(**inputs, **{TARGETS: target}), target))
+                        found = float(task.loss(model(**inputs, **{TARGETS: labels}), target))
                     finally:
                         undo()
                 finally:

@@ -58,6 +58,7 @@ class KTO(JudgedAnswers, BatchLossTask):
     behind. refuse: the data are refused, with the number of each kind. drop: they are left out and counted. No prompt or answer
     is ever cut."""
 
+    scored_head = "each"
     libraries = (*JudgedAnswers.libraries, "hftune.data.unpaired")
     metric_directions = directions(
         "accuracy", "margin", "kl", *(f"{kind}_{what}" for what in ("reward", "length") for kind in KINDS.values())

@@ -50,6 +50,8 @@ class Preferences(AnswerPairs):
     """Weight in the loss of a pair of the mean cross-entropy of its chosen answer's tokens, also known as rpo_alpha. null: 1
     for cpo and orpo, 0 for others."""
 
+    scored_head = "each"
+
     def collate(self, examples: Sequence[dict[str, Any]]) -> Batch:
         """Add ``reference`` (B, S) float32."""
         return {**super().collate(examples), "reference": self.reference_of(examples)}

@@ -10,6 +10,7 @@ RECIPE = str(Path(__file__).parents[1] / "support" / "scored_tokens.yaml")
 WHOLE = ("train.head_loss=whole",)
 TIED = ("task.model=llama_tied", "train.gradient_checkpointing=true", "task.dropout=0.1")
 EXACT = ("task.model=gpt2", "task.float64=true", "train.packing=off")
+EACH = ("task.type=tests.support.scored_tokens.EachToken",)
 SPREAD = ("parallel.context=2",)
 BF16 = ("task.model=transformer_lm", "train.mixed_precision=bf16")
 JOBS = {
@@ -27,12 +28,15 @@ JOBS = {
         "tied sharded": TIED,
         "bf16 sharded": BF16,
         "tied spread": (*TIED, *SPREAD),
+        "each sharded": EACH,
+        "tied each sharded": (*TIED, *EACH),
         "cut": ("parallel.pipeline_stages=2",),
     },
     4: {"packed": (), "tied": TIED, "spread": SPREAD, "tied spread": (*TIED, *SPREAD)},
 }
 REFERENCE = {"packed": "packed whole", "sharded": "packed whole", "cut": "packed whole", "tied": "tied whole"}
 REFERENCE |= {"spread": "packed whole", "tied spread": "tied whole"}
+REFERENCE |= {"each sharded": "packed whole", "tied each sharded": "tied whole"}
 REFERENCE |= {"tied sharded": "tied whole", "exact": "exact whole", "bf16": "bf16 whole", "bf16 sharded": "bf16 whole"}
 CASES = [(name, size) for size, jobs in JOBS.items() for name in jobs if not name.endswith("whole")]
 

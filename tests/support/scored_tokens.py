@@ -38,3 +38,13 @@ class ScoredTokens(NextToken):
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         mean = sum(row["loss"] for row in rows) / sum(row["tokens"] for row in rows)
         return {"perplexity": float(np.exp(mean))}
+
+
+@dataclass
+class EachToken(ScoredTokens):
+    """The same by a loss that could weigh each token."""
+
+    scored_head = "each"
+
+    def loss(self, outputs: Any, target: Tensor) -> Tensor:
+        return head_losses(outputs, target).sum()

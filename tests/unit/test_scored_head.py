@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,7 +19,7 @@ from transformers import (
 )
 
 import hftune.models.transformer_lm  # noqa: F401 - registers the classes
-from hftune import Recipe, Task
+from hftune import Recipe, Task, train
 from hftune.models import scored_head
 from hftune.models.bigbird import PrefixLM, PrefixLMConfig
 from hftune.models.scored_head import Head, ScoredOutput, install
@@ -27,6 +28,7 @@ from hftune.strategies.packing import reads_scores
 from hftune.strategies.trial import head_problem
 from hftune.tasks.language_modeling import LanguageModeling
 from hftune.tasks.text import head_loss, head_losses
+from tests.support.runs import Run
 
 WORDS = 97
 SIZES = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -192,6 +194,41 @@ def test_a_second_backward_pass_is_refused_and_not_scaled_twice():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_each_loss_has_a_gradient_of_its_own_where_that_is_asked_for(kind):
+    model, found = decoder(kind).double().eval(), []
+    inputs, labels = batch(model)
+    weights = torch.randn(labels.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    for chunks in (False, True):
+        model.zero_grad()
+        if chunks:
+            install(model, at_once=4 * WORDS, each=True)
+        losses = head_losses(model(**inputs, targets=labels) if chunks else model(**inputs), labels)
+        (losses * weights).sum().backward()
+        found.append(
+            (losses.sum().detach(), losses.detach(), {name: value.grad.clone() for name, value in model.named_parameters()})
+        )
+    same(found, 1e-12)
+
+
+@pytest.mark.parametrize("recipe", ["dpo_demo", "kto_demo"])
+def test_preferences_are_learned_the_same_in_chunks(recipe, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        scored_head, "checkpoint", lambda *args, **more: seen.append(args[1].shape[0]) or checkpoint(*args, **more)
+    )
+    runs = {}
+    for how in ("whole", "auto"):
+        monkeypatch.setattr(scored_head, "AT_ONCE", 2**12)
+        few = ("task.max_train_samples=48", "task.max_eval_samples=16", "train.max_steps=3", "train.log_every=1")
+        train(Recipe.load(recipe, *few, f"train.head_loss={how}", f"output_dir={tmp_path / how}", "train.micro_batch_size=4"))
+        assert bool(seen) == (how == "auto")
+        runs[how] = Run(tmp_path / how)
+    assert max(seen) <= 2**12 // 300
+    for name in ("train/loss", "train/grad_norm", "eval/loss"):
+        assert runs["auto"].logged(name) == pytest.approx(runs["whole"].logged(name), rel=1e-5)
 
 
 @dataclass
