@@ -46,7 +46,7 @@ def somewhere_else(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("mlflow"))
         patch.setenv("ACCELERATE_USE_CPU", "true")
-        patch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
+        patch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.5")
         # MLflow imports pyspark, which takes a main module without a file, such as that of xdist's workers, for a doctest,
         # and calls sys.exit (check_dependencies in pyspark/sql/connect/utils.py, 4.3).
         patch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
