@@ -30,6 +30,14 @@ class Hooks:
     transformers model computes the cross-entropy of ``target``, or of the labels in it, together with its head if there would
     be too many logits. "each": ``loss`` needs that of each label, and its gradient, not their sum."""
 
+    def shared_beginnings(self: Any, batch: Batch) -> tuple[Tensor, Tensor] | None:
+        """Return how many tokens each text of a micro-batch has in common with another one, from the first on: the numbers of
+        the others, which have none themselves, and the counts, both (B,) int64.
+
+        Without padding, these tokens are computed once, in the other text; ``loss`` must not look at them here. None: none are.
+        """
+        return None
+
     reference_fields: ClassVar[Sequence[str]] = ()
     """Numbers in the rows of ``predictions`` that the loss needs of the model as training begins, too. They are computed once,
     before training, and ``Texts.add_column`` gives them to each sample as ``reference``, float32."""

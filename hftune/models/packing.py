@@ -4,12 +4,14 @@ Embeddings, poolers, heads and losses see the padded batch (B, T) as ever. A hoo
 a hook after the last one puts it back; in between there is one row (1, N, C) of all texts, one after the other. Attention gets
 the lengths of the texts, as the keyword argument ``packing`` that transformers hands on to it, and keeps them apart.
 
+Where attention is causal, tokens that several texts begin with can be computed once, see ``Packing.sharing``.
+
 Not every model allows this: some drop the argument, or look at the rows in another way. So ``hftune.strategies.trial``
 compares both ways before training.
 """
 
 # Shapes: B texts, T tokens of the longest, N real tokens of all, C width of the layers, H heads, d width of a head, R texts of
-# equal length t.
+# equal length t, M tokens of all texts, each with the whole of its beginning.
 
 from __future__ import annotations
 
@@ -81,6 +83,9 @@ class Packing(RealTokens):
     context: Any = None
     """``hftune.strategies.context.Context`` where processes share the tokens out: ``indices_N`` then has those of this one, and
     unpacking puts zeros elsewhere."""
+    shared: tuple[Tensor, Tensor, Tensor] | None = None
+    """If texts share beginnings: which of the N tokens that are computed each of the M is; which of the M are computed, (N,);
+    and where the M are in the flattened batch. ``lengths`` and ``starts`` are of the M."""
 
     @classmethod
     def of(cls, mask_BT: Tensor) -> Packing:
@@ -93,6 +98,26 @@ class Packing(RealTokens):
         """Take ``lengths`` tokens at these places for each text, one text after the other."""
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=indices_N.device)
         return cls(shape, indices_N, tuple(lengths), starts)
+
+    def sharing(self, sources_B: Tensor, counts_B: Tensor) -> Packing:
+        """Compute the beginnings of texts once: the first ``counts_B`` tokens of each are those of the text ``sources_B``.
+
+        Whose own beginning is computed. Unpacking puts zeros in their place; where a text's attention is causal, they are all
+        that it changes.
+        """
+        counts = torch.tensor(self.lengths)
+        starts, texts_M = self.starts[:-1].long(), torch.arange(len(counts)).repeat_interleave(counts)
+        places_M = torch.arange(len(texts_M))
+        inner_M = places_M - starts[texts_M]
+        is_shared_M = inner_M < counts_B[texts_M]
+        at_M = places_M.where(~is_shared_M, starts[sources_B[texts_M]] + inner_M)
+        computed_N = (~is_shared_M).nonzero().flatten()
+        which_M = ((~is_shared_M).cumsum(0) - 1)[at_M]
+        return replace(self, indices_N=self.indices_N[computed_N], shared=(which_M, computed_N, self.indices_N))
+
+    @property
+    def unshared(self) -> Packing:
+        return self if self.shared is None else replace(self, indices_N=self.shared[2], shared=None)
 
     @cached_property
     def longest(self) -> int:
@@ -111,12 +136,15 @@ class Packing(RealTokens):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Packing:
         """Return it on a device."""
-        indices_N, starts = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.indices_N, self.starts))
-        return replace(self, indices_N=indices_N, starts=starts)
+        return self._moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Packing:
         """Return it in memory that a GPU can copy from while the host goes on; torch's DataLoader calls it."""
-        return replace(self, indices_N=self.indices_N.pin_memory(), starts=self.starts.pin_memory())
+        return self._moved(Tensor.pin_memory)
+
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> Packing:
+        shared = None if self.shared is None else tuple(map(move, self.shared))
+        return replace(self, indices_N=move(self.indices_N), starts=move(self.starts), shared=shared)
 
     def pack_all(self, value: Any) -> Any:
         """Take the padding out of a tensor that has rows and tokens, or of those in a tuple; leave other values alone."""
@@ -160,6 +188,10 @@ def packed_attention(
     if odd := [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]:
         raise NotPackable(f"its attention uses {odd[0]}")
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    if packing.shared is not None:
+        if not causal:
+            raise NotPackable("its attention is not causal, and texts share their beginnings")
+        query, key, value = (x_1HNd.index_select(2, packing.shared[0]) for x_1HNd in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if (repeats := query.shape[1] // key.shape[1]) > 1:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
@@ -175,6 +207,8 @@ def packed_attention(
         output = varlen_attention(q, k, v, packing, packing, causal, dropout, scale, sliding_window)[None]
     else:
         output = _text_by_text(query, key, value, packing, dropout, causal, scale, sliding_window)
+    if packing.shared is not None:
+        output = output.index_select(1, packing.shared[1])
     return output if context is None else context.by_tokens(output), None
 
 

@@ -18,17 +18,23 @@ PACKING = "packing"
 """Key of a batch's ``Packing``, and the keyword argument that models take it by."""
 
 
-def collate_packed(task: Task, find: Callable[[Mapping[str, Tensor]], Any], examples: list[Any]) -> dict[str, Any]:
+def collate_packed(
+    task: Task, find: Callable[[Mapping[str, Tensor]], Any], shares: bool, examples: list[Any]
+) -> dict[str, Any]:
     """Return the task's batch, and where its real tokens are, as ``find`` reads it from the model's inputs."""
     batch = task.collate(examples)
-    return {**batch, PACKING: find(task.inputs(batch))}
+    packing = find(task.inputs(batch))
+    if shares and (shared := task.shared_beginnings(batch)) is not None:
+        packing = packing.sharing(*shared)
+    return {**batch, PACKING: packing}
 
 
 def collate_for(model: nn.Module, task: Task) -> Callable[[list[Any]], dict[str, Any]]:
-    """Return ``collate_packed`` of a model."""
+    """Return ``collate_packed`` of a model. It shares beginnings, unless it has kinds of tokens, or counts them for experts."""
     from hftune.models.packing import find_packing
 
-    return partial(collate_packed, task, getattr(type(model), "find_packing", find_packing))
+    find = getattr(type(model), "find_packing", find_packing)
+    return partial(collate_packed, task, find, find is find_packing and not hasattr(model, "load_balancing"))
 
 
 def inputs_of(task: Task, batch: Mapping[str, Any], scores_head: bool = False) -> dict[str, Any]:

@@ -115,6 +115,16 @@ class JudgedAnswers(ChatTask, SeveralTexts):
         ids_NT, mask_NT = ids.padded(self.text_tokenizer.pad_token_id)
         return {"input_ids": ids_NT, "attention_mask": mask_NT, "labels": labels.padded(NO_LABEL)[0]}
 
+    def shared_beginnings(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
+        """Return those of the second texts with the first ones: their prompt, but for its last token, which has a label."""
+        import torch
+
+        labels = batch["labels"].unflatten(0, (2, -1))
+        texts = batch["input_ids"][:, : labels.shape[2]].unflatten(0, (2, -1))
+        same = (texts[0] == texts[1]) & (labels == NO_LABEL).all(0)
+        counts_B = same.cumprod(1).sum(1)
+        return torch.arange(len(counts_B)).repeat(2), torch.cat([torch.zeros_like(counts_B), counts_B])
+
     def reference_of(self, examples: Sequence[dict[str, Any]]) -> Tensor:
         """Return the reference's log-probabilities of the texts, (B, S) float32; zeros in trials before they are known."""
         import torch

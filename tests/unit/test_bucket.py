@@ -761,6 +761,7 @@ WORDS = (
 
 def test_a_run_whose_folder_is_gone_is_resumed_or_found_finished(address, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PATIENCE_S", 10.0)  # a busy machine may stand still for a while
+
     def go(*words: str):
         return train(Recipe.load("yelp_demo", *WORDS, f"output_dir={address}", *words))
 

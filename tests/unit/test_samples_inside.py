@@ -169,4 +169,8 @@ def test_samples_have_answers_and_the_worst_their_pictures():
 
 def test_a_process_that_holds_a_part_of_the_model_cannot_look_inside():
     with pytest.raises(ConfigError, match="where each process holds the whole model"):
-        look_inside(SimpleNamespace(strategy=None, recipe=SimpleNamespace(task=None)), StepBatch([], [], []), None)
+        look_inside(
+            SimpleNamespace(strategy=SimpleNamespace(teacher=None), recipe=SimpleNamespace(task=None)),
+            StepBatch([], [], []),
+            None,
+        )
