@@ -200,7 +200,8 @@ def _changes(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, str]:
     unread = {
         key
         for key, (described, *_) in all_keys(type(recipe.task)).items()
-        if (needs := described.rule.needs) is not None and new.get(f"train.{needs[0]}") not in needs[1]
+        if (needs := described.rule.needs) is not None
+        and {either.get(f"{key.rpartition('.')[0]}.{needs[0]}") for either in (old, new)}.isdisjoint(needs[1])
     }
     if old.get("adapter.type") is new.get("adapter.type") is None:  # the others mean nothing
         unread |= {key for key in rules if key.startswith("adapter.")}

@@ -65,3 +65,26 @@ def test_recipes_of_before_there_was_the_key_resume(tmp_path):
     (tmp_path / "recipe.yaml").write_text(older := text.replace("  skip: []\n", "").replace("  keep_every: null\n", ""))
     assert len(older.splitlines()) == len(text.splitlines()) - 2
     assert _changes(Checkpoint(tmp_path, 200, {}, {}), Recipe.load("yelp_demo")) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "before", "now"),
+    [
+        ((), "task.label_smoothing=0.1", "task.label_smoothing=0.2"),
+        (("task.divergence=alpha",), "task.alpha=0.3", "task.alpha=0.4"),
+        (("task.method=simpo",), "task.gamma=1.0", "task.gamma=1.5"),
+    ],
+)
+def test_what_the_loss_reads_cannot_change_on_resume(tmp_path, words, before, now):
+    (tmp_path / "recipe.yaml").write_text(Recipe.load("dpo_demo", *words, before).to_yaml())
+    checkpoint = Checkpoint(tmp_path, 4, {}, {})
+    with pytest.raises(ConfigError, match=f"cannot resume with {now} "):
+        _changes(checkpoint, Recipe.load("dpo_demo", *words, now))
+
+
+def test_a_change_of_virtual_stages_is_told(tmp_path):
+    words = ("parallel.schedule=interleaved", "parallel.virtual_stages=2")
+    (tmp_path / "recipe.yaml").write_text(Recipe.load("yelp_demo", *words).to_yaml())
+    checkpoint = Checkpoint(tmp_path, 4, {}, {})
+    changed = _changes(checkpoint, Recipe.load("yelp_demo", *words[:1], "parallel.virtual_stages=4"))
+    assert changed == {"parallel.virtual_stages": "parallel.virtual_stages=4 (it was 2)"}
