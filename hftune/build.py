@@ -52,6 +52,8 @@ class Parts:
     """Optimizer steps of the whole run."""
     base: str | None = None
     """The digest of the frozen weights that adapters are trained on, once the model is prepared."""
+    reference: str | None = None
+    """What ``add_references`` returns."""
     first_weights: str | None = None
     """On the main process of a run that begins: the digest of its weights, see ``weights_digest``."""
     teacher: Teacher | None = None

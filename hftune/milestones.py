@@ -218,7 +218,8 @@ def export_model(run: Run, name: str, about: Mapping[str, Any] | None = None) ->
     """
     recipe, folder = run.recipe, run.recipe.folder / name
     model = run.strategy.sharding.unwrap(recipe.folder)
-    known = None if about is None else {**about, "columns": dict(ask(recipe.task, "read_columns", {}))}
+    more = {"columns": dict(ask(recipe.task, "read_columns", {})), "reference": run.provenance.reference}
+    known = None if about is None else {**about, **{name: value for name, value in more.items() if value is not None}}
     run.strategy.on_main(lambda: export(recipe.task, model, folder, known, recipe.adapter.export))
 
 

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from hftune.build import build_model, choose_strategy, load_datasets, may_leave_weights
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, open_checkpoint
 from hftune.checkpoints.export import read_about
-from hftune.checkpoints.output_dir import check_base
+from hftune.checkpoints.output_dir import check_base, check_reference
 from hftune.checkpoints.run_folder import check_checkpoint, check_model
 from hftune.config import Recipe, TrackConfig
 from hftune.config.sections import FORWARD
@@ -100,7 +100,8 @@ def evaluate(
             compile_model(built)
         accelerator = session.join()
         if checkpoint is None and recipe.task.reference_fields:
-            accelerator = compare_with_start(recipe, session, accelerator, datasets[split])
+            accelerator, reference = compare_with_start(recipe, session, accelerator, datasets[split])
+            check_reference(f"--model {model}", read_about(model).get("reference"), reference)
         strategy = choose_strategy(accelerator, recipe, session.progress)
         unread = unread_names(strategy, built)
         base = base_digest(built) if saved is not None and has_adapter(built) and not unread else None
@@ -112,8 +113,8 @@ def evaluate(
         strategy.prepare(built, torch.optim.SGD(built.parameters()) if checkpoint is None else build_optimizer(built, recipe))
         if checkpoint is not None:
             base = strategy.sharding.base_digest() if unread else base
-            add_references(recipe, strategy, built, base, [datasets[split]])
-            load_weights(strategy, checkpoint, saved, digests, base)
+            reference = add_references(recipe, strategy, built, base, [datasets[split]])
+            load_weights(strategy, checkpoint, saved, digests, base, reference)
         session.progress.stage("the evaluation")
         config = replace(recipe.eval, show_samples=show_samples)
         with strategy.sharding.averaged() if checkpoint is not None else nullcontext():
@@ -127,28 +128,48 @@ def evaluate(
     return score
 
 
-def compare_with_start(recipe: Recipe, session: Session, accelerator: Accelerator, dataset: Any) -> Accelerator:
-    """Give samples what they need of the model that the training began with, and return a fresh accelerator. Collective."""
+def compare_with_start(
+    recipe: Recipe, session: Session, accelerator: Accelerator, dataset: Any
+) -> tuple[Accelerator, str | None]:
+    """Give samples what they need of the model that the training began with. Collective.
+
+    Returns:
+        A fresh accelerator, and what ``add_references`` returns.
+    """
     model = build_model(recipe, leaves_weights=may_leave_weights(recipe))
     strategy = choose_strategy(accelerator, recipe, session.progress)
     unread = unread_names(strategy, model)
     base = base_digest(model) if has_adapter(model) and not unread else None
     strategy.prepare(model, build_optimizer(model, recipe))
-    add_references(recipe, strategy, model, strategy.sharding.base_digest() if unread else base, [dataset])
-    return start_accelerator(recipe.train)
+    reference = add_references(recipe, strategy, model, strategy.sharding.base_digest() if unread else base, [dataset])
+    return start_accelerator(recipe.train), reference
 
 
-def load_weights(strategy: Strategy, path: Path, saved: Checkpoint | None, digests: dict[str, str], base: str | None) -> None:
+def load_weights(
+    strategy: Strategy,
+    path: Path,
+    saved: Checkpoint | None,
+    digests: dict[str, str],
+    base: str | None,
+    reference: str | None,
+) -> None:
     """Give the model the weights of a checkpoint, which the main process has read. Collective.
 
     Args:
         base: digest of the weights that adapters were put beside, on the main process.
+        reference: what ``add_references`` returns.
 
     Raises:
         ConfigError: it belongs to a different model, or to different training data, which the model may have been built from;
-            or it holds adapters of another base.
+            or it holds adapters of another base, or was trained with another reference.
     """
-    strategy.on_main(lambda: check_base(f"--checkpoint {path}", None if saved is None else saved.progress.get("base"), base))
+
+    def check() -> None:
+        progress = {} if saved is None else saved.progress
+        check_base(f"--checkpoint {path}", progress.get("base"), base)
+        check_reference(f"--checkpoint {path}", progress.get("reference"), reference)
+
+    strategy.on_main(check)
     trained_on = strategy.broadcast(saved and saved.progress["digests"]["train data"])
     if trained_on != digests["train data"]:
         raise ConfigError(f"--checkpoint {path} was trained on different training data. Give the recipe of its run.")

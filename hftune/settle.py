@@ -23,7 +23,7 @@ from hftune.data.digest import content_digest
 from hftune.distributed.devices import precision_notices
 from hftune.errors import ConfigError
 from hftune.evaluation import evaluate
-from hftune.models.adapters import base_digest, has_adapter
+from hftune.models.adapters import base_digest, has_adapter, packed_digest
 from hftune.models.kinds import compute_padding, is_of_transformers
 from hftune.optim import build_optimizer
 from hftune.strategies.base import Strategy
@@ -281,26 +281,33 @@ def prepare(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     if parts.base is not None:
         strategy.model.known_base_digest = parts.base  # exports name it
     strategy.sharding.begin_training(keeps_average=recipe.train.ema_decay is not None)
-    add_references(recipe, strategy, model, parts.base, parts.datasets.values())
+    parts.reference = add_references(recipe, strategy, model, parts.base, parts.datasets.values())
     parts.notices += [*strategy.notices(), *precision_notices(recipe.train, strategy.precision, strategy.device)]
 
 
-def add_references(recipe: Recipe, strategy: Strategy, model: nn.Module, base: str | None, datasets: Iterable[Any]) -> None:
+def add_references(
+    recipe: Recipe, strategy: Strategy, model: nn.Module, base: str | None, datasets: Iterable[Any]
+) -> str | None:
     """Give each sample what ``Hooks.reference_fields`` names, of the starting model, which the strategy holds. Collective.
 
     It is computed once for the same model, data and precision, each sample by one process, and kept in the cache.
 
     Args:
         model: as the strategy was given it.
-        base: digest of its frozen weights beside adapters, which change nothing yet.
+        base: digest of its frozen weights beside adapters, which change nothing yet; on the main process.
+
+    Returns:
+        The digest of the starting model's weights, those of 4 bits aside; None of a task that needs no reference.
     """
     if not (names := recipe.task.reference_fields):
-        return
+        return None
     strategy.progress.stage("computing what the loss needs of the starting model")
-    start = [strategy.sharding.digest(), base, repr(getattr(model, "config", None)), strategy.precision]
+    reference = strategy.broadcast(" ".join(filter(None, [strategy.sharding.digest(), base])))
+    start = [reference, packed_digest(strategy.sharding.model), repr(getattr(model, "config", None)), strategy.precision]
     config = replace(recipe.eval, metrics=[], show_samples=0)
     for dataset in datasets:
         dataset.add_column("reference", _reference(strategy, dataset, config, [*start, *names]))
+    return reference
 
 
 def _reference(strategy: Strategy, dataset: Any, config: EvalConfig, key: list[Any]) -> np.ndarray:

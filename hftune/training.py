@@ -53,7 +53,7 @@ def train(recipe: Recipe, callbacks: Sequence[Callback] = ()) -> TrainResult:
         provenance = compare(session, strategy, parts)
         output.confirm(strategy)
         prepare(recipe, strategy, parts)
-        provenance.base = parts.base
+        provenance.base, provenance.reference = parts.base, parts.reference
         parts.first_weights = first_weights(output, strategy)
         state, before = output.restore(strategy, provenance, parts.num_steps)
         if result := output.finished_result(strategy, state, parts.num_steps):

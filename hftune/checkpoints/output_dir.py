@@ -154,6 +154,7 @@ class OutputDir:
         if different := [name for name, digest in progress["digests"].items() if now.get(name, digest) != digest]:
             raise ConfigError(f"{path} was trained on different {' and different '.join(different)}. resume=never starts over.")
         check_base(path, progress.get("base"), provenance.base, "; resume=never starts over")
+        check_reference(path, progress.get("reference"), provenance.reference, "; resume=never starts over")
         try:
             strategy.sharding.load_state((checkpoint.tensors, progress["values"]) if checkpoint else None)
         except ValueError as error:
@@ -297,4 +298,13 @@ def check_base(path: str, before: str | None, now: str | None, hint: str = "") -
         raise ConfigError(
             f"{path} holds adapters of another base model: the frozen weights that are loaded now have other values or "
             f"another precision. Restore task.model as it was when the run began{hint}."
+        )
+
+
+def check_reference(path: str, before: str | None, now: str | None, hint: str = "") -> None:
+    """Refuse to compare with another starting model than the training did, or raise ConfigError; older files name none."""
+    if None not in (before, now) and before != now:
+        raise ConfigError(
+            f"{path} was trained with another reference: the weights that training begins with are others now. Restore "
+            f"task.model, task.weights and adapter as they were when the run began{hint}."
         )

@@ -103,5 +103,7 @@ class Provenance:
     conditions it was found under."""
     base: str | None = None
     """The digest of the frozen weights that adapters are trained on; None without adapters."""
+    reference: str | None = None
+    """That of the starting model, if the loss compares with it."""
     callbacks: list[str] = field(default_factory=list)
     """How the callbacks were made that ``train`` was given besides the recipe's."""

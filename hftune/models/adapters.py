@@ -173,6 +173,18 @@ def base_digest(model: nn.Module) -> str:
     return digest
 
 
+def packed_digest(model: nn.Module) -> str:
+    """Return the digest of the weights in 4 bits, with their scales, as they are on this device; see ``weights_digest``."""
+    packed = {name: value for name, value in model.named_parameters() if is_packed(value)}
+    scales = {
+        f"{name}.{key}": scale
+        for name, value in packed.items()
+        if (state := getattr(value, "quant_state", None)) is not None
+        for key, scale in state.as_dict(packed=True).items()
+    }
+    return weights_digest({**packed, **scales}.items())
+
+
 def is_packed(value: Tensor) -> bool:
     """Say whether a weight holds several small numbers in each of its bytes."""
     return value.dtype == torch.uint8

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from torch.nn.functional import cross_entropy, logsigmoid
 
-from hftune import Recipe, cli, settle, train
+from hftune import ConfigError, Recipe, cli, settle, train
 from hftune.build import build_model, load_datasets
 from hftune.reevaluation import evaluate
 from tests.support.runs import train_on
@@ -117,6 +117,27 @@ def test_the_reference_is_computed_once(tmp_path, monkeypatch):
         train(Recipe.load("dpo_demo", *SMALL, *words, "eval.every=1", f"output_dir={tmp_path}/{name}", "checkpoint.every=1"))
         assert counts == expected, name
         counts.clear()
+
+
+def test_another_reference_is_refused_on_resume_and_in_evaluations(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    words = (*SMALL, "eval.every=never", "checkpoint.every=1", f"output_dir={tmp_path}/run")
+    built = build_model(recipe := Recipe.load("dpo_demo", *words, "train.max_steps=1"))
+    torch.save(built.state_dict(), tmp_path / "weights.pt")
+    train(recipe)
+    with pytest.raises(ConfigError, match=r"step_00000001 was trained with another reference: .* resume=never starts over\.$"):
+        with torch.no_grad():
+            built.lm_head.weight.mul_(1.01)
+        torch.save(built.state_dict(), tmp_path / "others.pt")
+        train(Recipe.load("dpo_demo", *words, "train.max_steps=2", f"task.weights={tmp_path}/others.pt"))
+    train(Recipe.load("dpo_demo", *words, "train.max_steps=2", f"task.weights={tmp_path}/weights.pt"))
+    other = Recipe.load("dpo_demo", *words, f"task.weights={tmp_path}/others.pt")
+    for start in (
+        {"model": tmp_path / "run" / "model"},
+        {"model": "", "checkpoint": tmp_path / "run/checkpoints/step_00000002"},
+    ):
+        with pytest.raises(ConfigError, match=r"(model|step_00000002) was trained with another reference"):
+            evaluate(other, **start, split="train")
 
 
 def logps(model, pair, side):

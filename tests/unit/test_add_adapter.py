@@ -1,5 +1,7 @@
 """Adapters go into a model in place: what is trained, what is refused, and what the digest of the base looks at."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import yaml
@@ -26,7 +28,7 @@ from hftune.checkpoints.checkpointer import Checkpoint
 from hftune.checkpoints.output_dir import check_base
 from hftune.checkpoints.resume import _changes
 from hftune.config import AdapterConfig
-from hftune.models.adapters import add_adapter, base_digest, base_tensors, new_modules, trained_names
+from hftune.models.adapters import add_adapter, base_digest, base_tensors, new_modules, packed_digest, trained_names
 from hftune.models.pretrained import load_config, load_model
 from hftune.strategies.arithmetic import Arithmetic
 from hftune.strategies.sharding import checkpoint_tensors
@@ -253,3 +255,14 @@ def test_modules_whose_names_only_end_alike_are_not_trained_without_a_word():
     assert said.startswith(
         "adapter.train_also: peft would train layers.0.input_layernorm, too, whose name ends like one of norm."
     )
+
+
+def test_weights_in_4_bits_have_a_digest_of_their_bytes_and_scales():
+    def model(packed, scale):
+        linear = torch.nn.Linear(2, 2)
+        linear.weight = torch.nn.Parameter(torch.tensor(packed, dtype=torch.uint8), requires_grad=False)
+        linear.weight.quant_state = SimpleNamespace(as_dict=lambda packed: {"absmax": torch.tensor(scale)})
+        return linear
+
+    digests = [packed_digest(model(*each)) for each in (([1, 2], 1.0), ([1, 2], 1.0), ([1, 3], 1.0), ([1, 2], 2.0))]
+    assert digests[0] == digests[1] and len({*digests}) == 3
