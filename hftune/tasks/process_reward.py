@@ -54,6 +54,11 @@ class ProcessReward(TokenTask):
         "labels": Role("list of labels", ("labels",), optional_in={"predict"}),
     }
 
+    def field_problems(self) -> Iterator[str]:
+        yield from super().field_problems()
+        if not self.step_separator:
+            yield "task.step_separator is empty. Set it to what ends a step, such as a new line."
+
     def _read(self, rows: Any, *names: str) -> Iterator[tuple[Any, ...]]:
         return zip(*(rows[self.read_columns[f"{name}_column"]] for name in names), strict=True)
 
@@ -77,13 +82,13 @@ class ProcessReward(TokenTask):
         return {}
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
-        found: dict[str, list] = {"input_ids": [], "labels": [], "cut": []}
+        found: dict[str, list] = {"input_ids": [], "labels": [], "cut": [], "steps": []}
         for prompt, steps, judged in self._read(rows, "prompt", "steps", "labels"):
             ids, ends = self._tokens(prompt, steps)
             labels = [NO_LABEL] * len(ids)
             for end, is_right in zip(ends, judged, strict=True):
                 labels[end - 1] = int(is_right)
-            values = ids[: self.max_length], labels[: self.max_length], len(ids) > self.max_length
+            values = ids[: self.max_length], labels[: self.max_length], len(ids) > self.max_length, len(ends)
             for column, value in zip(found.values(), values, strict=True):
                 column.append(value)
         return found
@@ -101,11 +106,38 @@ class ProcessReward(TokenTask):
             ends.append(len(ids))
         return ids, ends
 
+    def collate(self, examples: Sequence[dict[str, Any]]) -> Batch:
+        """Add ``steps`` (N,) int64, the number of steps before any were cut."""
+        from hftune.data.tokenized import values
+
+        return {**super().collate(examples), "steps": values(examples, "steps")}
+
+    def inputs(self, batch: Batch) -> dict[str, Tensor]:
+        return {name: value for name, value in super().inputs(batch).items() if name != "steps"}
+
+    def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
+        """Add how many solutions have no step that is trained or scored."""
+        import numpy as np
+
+        lost = []
+        for split in filter(lambda split: split not in self.later, datasets):
+            labels = datasets[split].column("labels")
+            ends = np.flatnonzero(labels.flat != NO_LABEL)
+            if count := len(datasets[split]) - len(np.unique(np.searchsorted(labels.offsets, ends, "right"))):
+                lost.append(f"{count:,} of {split}")
+        what = f"Solutions that task.max_length={self.max_length} leaves no step: {' and '.join(lost)}."
+        return super().notices(datasets, model) + ([what] if lost else [])
+
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
-        """Return rows of label (0 or 1) and score (the probability that it is right) of each step, but for those cut off."""
+        """Return rows of label (0 or 1) and score (the probability that it is right) of each step, but for those cut off; and
+        steps, their number with those."""
         both = [tensor_NT.tolist() for tensor_NT in (batch["labels"], _scores(outputs))]
         steps = [[(y, round(p, 6)) for y, p in zip(*row, strict=True) if y != NO_LABEL] for row in zip(*both, strict=True)]
-        return [{"label": [y for y, _ in row], "score": [p for _, p in row]} for row in steps]
+        counts = batch["steps"].tolist()
+        return [
+            {"label": [y for y, _ in row], "score": [p for _, p in row], "steps": count}
+            for row, count in zip(steps, counts, strict=True)
+        ]
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows with the beginning of each problem, and the number of misjudged steps as the error."""
@@ -115,14 +147,18 @@ class ProcessReward(TokenTask):
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the metrics of all steps as of classes; and the share of solutions whose first wrong step is found, or whose
-        steps are all right and said to be."""
+        steps are all right and said to be. A solution whose first wrong step may have been cut does not count; 0 if none does.
+        """
         from hftune.metrics.classification import class_metrics
 
         true, said = [row["label"] for row in rows], [*map(_judged, rows)]
-        firsts = [[[*steps, 0].index(0) for steps in solutions] for solutions in (true, said)]
+        firsts = [
+            [[*steps, 0].index(0) for steps, row in zip(solutions, rows, strict=True) if _shows_first_error(row)]
+            for solutions in (true, said)
+        ]
         return {
             **class_metrics([*chain.from_iterable(true)], [*chain.from_iterable(said)], self.labels),
-            "first_error_accuracy": sum(map(int.__eq__, *firsts)) / len(rows),
+            "first_error_accuracy": sum(map(int.__eq__, *firsts)) / max(1, len(firsts[0])),
         }
 
     def example_inputs(self) -> list[str]:
@@ -143,7 +179,7 @@ class ProcessReward(TokenTask):
             given = value.split("\t", 1) if isinstance(value, str) else value
             prompt, steps = given if isinstance(given, (list, tuple)) and len(given) == 2 else (None, None)
             if isinstance(steps, str):
-                steps = steps.removesuffix(self.step_separator).split(self.step_separator)
+                steps = [step for step in steps.split(self.step_separator) if step.strip()]
             if not (isinstance(prompt, str) and _are_steps(steps)):
                 raise DataError(
                     f"Input {index} is no problem with its steps: give a pair of them, or write a tab between them."
@@ -167,6 +203,11 @@ def _are_steps(steps: Any) -> bool:
 def _scores(outputs: Any) -> Tensor:
     """Return the probability of "right" at each token, (N, T)."""
     return outputs.logits.float().softmax(-1)[..., 1]
+
+
+def _shows_first_error(row: dict[str, Any]) -> bool:
+    """Say whether the steps that were kept have the first wrong one, or are all that there are."""
+    return 0 in row["label"] or len(row["label"]) == row["steps"]
 
 
 def _judged(row: dict[str, Any]) -> list[int]:

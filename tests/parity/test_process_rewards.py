@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 import hftune
-from hftune import DataError, Recipe, cli
+from hftune import ConfigError, DataError, Recipe, cli
 from hftune.build import load_datasets
 from hftune.data.demo import solutions
 from tests.support.runs import NO_DROPOUT, TINY, train_on
@@ -99,9 +99,25 @@ def test_the_first_error_counts_once_for_each_solution():
         {"label": [1, 1], "score": [0.9, 0.8]},
         {"label": [1, 1], "score": [0.9, 0.4]},
     ]
-    found = task.metrics(rows)
+    found = task.metrics([{**row, "steps": len(row["label"])} for row in rows])
     assert found["first_error_accuracy"] == 0.5 and found["accuracy"] == pytest.approx(8 / 11)
     assert found["per_class"]["wrong"] == {"precision": 0.5, "recall": 2 / 3, "f1": pytest.approx(4 / 7), "support": 3}
+
+
+def test_a_solution_counts_if_its_first_error_is_not_cut():
+    rows = [
+        {"label": [1, 0], "score": [0.9, 0.1], "steps": 3},  # found
+        {"label": [1, 1], "score": [0.9, 0.9], "steps": 3},  # what is cut may be wrong
+        {"label": [], "score": [], "steps": 2},
+    ]
+    task = Recipe.load("process_reward_demo").task
+    assert task.metrics(rows)["first_error_accuracy"] == 1
+    assert task.metrics([{**rows[0], "score": [0.1, 0.1]}, *rows[1:]])["first_error_accuracy"] == 0
+
+
+def test_steps_need_something_between_them():
+    with pytest.raises(ConfigError, match="task.step_separator is empty"):
+        Recipe.load("process_reward_demo", "task.step_separator=''").validate()
 
 
 @pytest.fixture
@@ -126,7 +142,12 @@ def test_steps_beyond_the_longest_text_are_neither_trained_nor_scored(own):
     first = sample["labels"].tolist().index(1) + 1
     task = own(GOOD, words=(f"task.max_length={first}",)).task
     (sample,) = task.datasets()["train"]
-    assert sample["labels"].tolist() == [-100] * (first - 1) + [1] and sample["cut"]
+    assert sample["labels"].tolist() == [-100] * (first - 1) + [1] and sample["cut"] and sample["steps"] == 2
+    long = {**GOOD, "prompt": "1+1+1? " * 9}
+    recipe = own(GOOD, long, words=(f"task.max_length={first}",))
+    datasets = load_datasets(recipe)
+    notices = recipe.task.notices(datasets, None)
+    assert notices[-1] == f"Solutions that task.max_length={first} leaves no step: 1 of train."
 
 
 @pytest.mark.parametrize(
@@ -165,7 +186,7 @@ def test_steps_in_a_table_and_in_a_text_are_scored(runs, tmp_path, monkeypatch, 
     assert cli.main(["predict", folder, "--data", f"{tmp_path}/new.jsonl", "--output", str(output)]) == 0
     of_table = json.loads(output.read_text())
     capsys.readouterr()
-    text = f"{row['prompt']}\t" + "\n".join(row["completions"])
+    text = f"{row['prompt']}\t" + "\n\n".join(row["completions"]) + "\n"
     assert cli.main(["predict", folder, "--text", text, "--json"]) == 0
     of_text = json.loads(capsys.readouterr().out)
     assert of_table["scores"] == pytest.approx(of_text["scores"], abs=1e-6) and len(of_text["scores"]) == len(
