@@ -79,7 +79,14 @@ def logsigmoid(x: Tensor) -> Tensor:
 
 
 def _log_odds(a: Tensor) -> Tensor:
+    from torch import finfo
+
+    a = a.clamp(max=-finfo(a.dtype).eps)  # of an answer that is certain, they are infinite
     return a - (-a.expm1()).log()
+
+
+def _exp(x: Tensor) -> Tensor:
+    return x.clamp(max=80).exp()  # of more, two infinite values would have no difference in float32
 
 
 def diverged(a: Tensor, o: Settings) -> Tensor:
@@ -89,10 +96,10 @@ def diverged(a: Tensor, o: Settings) -> Tensor:
     (2023), table 1.
     """
     if o.divergence == "forward_kl":
-        return -(-a).exp()
+        return -_exp(-a)
     if o.divergence == "js":
         return logsigmoid(a)
-    return -(-o.alpha * a).exp() / o.alpha if o.divergence == "alpha" else a
+    return -_exp(-o.alpha * a) / o.alpha if o.divergence == "alpha" else a
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hftune.tasks import Preferences
-from hftune.tasks.preference_losses import METHODS
+from hftune.tasks.preference_losses import METHODS, Settings
 
 # Log-probabilities of chosen and rejected answers, by the model and by the reference, and the answers' tokens.
 W, L = torch.tensor([-12.0, -30.5, -8.25]).double(), torch.tensor([-14.0, -22.0, -8.0]).double()
@@ -81,3 +81,19 @@ def test_every_method_is_tested_and_those_without_a_reference_ask_for_none():
     for method in METHODS:
         fields = Preferences(method=method).reference_fields
         assert fields == (() if method in ("simpo", "cpo", "orpo") else ("chosen_logp", "rejected_logp"))
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "alpha"])
+def test_answers_that_have_become_most_unlikely_have_a_finite_loss(divergence):
+    settings = Settings(beta=0.1, divergence=divergence, alpha=0.9)
+    a, b = torch.tensor([-200.0, -200.0, -1.0]), torch.tensor([-210.0, -1.0, -210.0])
+    losses = METHODS["sigmoid"].losses(a.requires_grad_(), b.requires_grad_(), settings)
+    losses.sum().backward()
+    assert all(tensor.isfinite().all() for tensor in (losses, a.grad, b.grad))
+
+
+def test_a_certain_answer_has_finite_odds():
+    a, b = torch.tensor([0.0, 0.0, -1.0]), torch.tensor([-1.0, 0.0, 0.0])
+    losses = METHODS["orpo"].losses(a.requires_grad_(), b.requires_grad_(), Settings(beta=0.1))
+    losses.sum().backward()
+    assert all(tensor.isfinite().all() for tensor in (losses, a.grad, b.grad))
