@@ -22,9 +22,13 @@ PROBLEMS = (
     "longer than task.max_length={max_length} tokens",
     "that cannot be written as chats",
     "with a prompt behind which no answer to another prompt fits (task.max_length={max_length})",
+    "whose prompts differ",
+    "with an empty prompt",
+    "without a label",
+    "without a finite margin",
 )
 """Why a sample cannot be compared: problem k, from 1, of ``encoded``."""
-EQUAL, EMPTY, LONG, UNWRITABLE, ALONE = range(1, 1 + len(PROBLEMS))
+EQUAL, EMPTY, LONG, UNWRITABLE, ALONE, UNLIKE, UNASKED, UNJUDGED, NO_MARGIN = range(1, 1 + len(PROBLEMS))
 _HH_TURN = re.compile(r"\n\n(Human|Assistant):")
 _HH_ROLES = {"Human": "user", "Assistant": "assistant"}
 
@@ -47,7 +51,7 @@ def pair_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[list[dic
         columns: by fields: chosen_column, rejected_column; and, if there are any, prompt_column and system_column.
 
     Raises:
-        BadPair: the answers are equal, or one is empty.
+        BadPair: the answers are equal, one is empty, or their prompts are, or differ.
         ChatError: an answer has no prompt, or the messages are out of order.
     """
     both = [conversation_of(row, columns, f"{side}_column") for side in SIDES]
@@ -56,6 +60,9 @@ def pair_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[list[dic
     common, most = 0, min(map(len, both)) - 1
     while common < most and both[0][common] == both[1][common]:
         common += 1
+    ends = [chat[common] for chat in both]
+    if ends[0] != ends[1] and any(message.get("role") != "assistant" for message in ends):
+        raise BadPair(UNLIKE)
     marked = [
         [{**message, "train": False} if message.get("role") == "assistant" else message for message in chat[:common]]
         + chat[common:]
@@ -72,7 +79,7 @@ def conversation_of(row: Mapping[str, Any], columns: Mapping[str, str], answer: 
         answer: field that names the column of the answer.
 
     Raises:
-        BadPair: the answer is empty.
+        BadPair: the answer or the prompt is empty.
         ChatError: it has no prompt.
     """
     chat = listed(row[columns[answer]], "assistant")
@@ -80,6 +87,8 @@ def conversation_of(row: Mapping[str, Any], columns: Mapping[str, str], answer: 
         prompt = listed(row[columns["prompt_column"]], "user") if "prompt_column" in columns else []
         if prompt and prompt[-1].get("role") == "assistant" and not prompt[-1].get("content"):
             prompt.pop()  # HH-RLHF's prompts end in "Assistant:"
+        if not prompt and "prompt_column" in columns:
+            raise BadPair(UNASKED)
         if not prompt:
             raise ChatError("Its answers have no prompt. Set task.prompt_column.")
         chat = prompt + chat
@@ -88,6 +97,8 @@ def conversation_of(row: Mapping[str, Any], columns: Mapping[str, str], answer: 
         chat = [{"role": "system", "content": system}, *chat]
     if not chat or not (str(chat[-1].get("content") or "").strip() or chat[-1].get("tool_calls")):
         raise BadPair(EMPTY)
+    if any(message.get("role") == "user" and not str(message.get("content") or "").strip() for message in chat):
+        raise BadPair(UNASKED)
     return chat
 
 
@@ -156,8 +167,10 @@ def encoded(
 
 def _margin(row: Mapping[str, Any], columns: Mapping[str, str]) -> float:
     margin = row[columns["margin_column"]] if "margin_column" in columns else 0.0
-    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin):
-        raise ChatError(f"Its margin is {margin!r}, which is no finite number.")
+    if margin is None or (isinstance(margin, float) and not math.isfinite(margin)):
+        raise BadPair(NO_MARGIN)
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)):
+        raise ChatError(f"Its margin is {margin!r}, which is no number.")
     return float(margin)
 
 

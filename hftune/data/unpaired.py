@@ -11,7 +11,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, cast
 
 from hftune.data.messages import ChatError, messages_of
-from hftune.data.preferences import LONG, BadPair, conversation_of, encoded, listed, sample_of
+from hftune.data.preferences import LONG, UNJUDGED, BadPair, conversation_of, encoded, listed, sample_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +32,7 @@ def judged_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[dict[s
         columns: by fields: completion_column; and, if there are any, prompt_column and system_column.
 
     Raises:
-        BadPair: the answer is empty.
+        BadPair: the answer or the prompt is empty.
         ChatError: there is no prompt, or no answer, or the messages are out of order.
     """
     chat, given = conversation_of(row, columns, "completion_column"), listed(row[columns["completion_column"]], "assistant")
@@ -65,8 +65,8 @@ def encode(
 
     def read(row: dict[str, Any]) -> list[Any]:
         label = row[columns["label_column"]]
-        if not isinstance(label, bool):
-            raise ChatError(f"Its label is {label!r}, where true or false should be.")
+        if label is None:
+            raise BadPair(UNJUDGED)
         sample = sample_of(row, judged_of(row, columns), "completion", chats, columns, whole)
         ids, labels = sample.input_ids, sample.labels
         if len(ids) > max_length:
@@ -97,8 +97,12 @@ def others_of(starts_N: np.ndarray, sizes_N: np.ndarray, prompts_N: np.ndarray, 
     if (prompts_N == prompts_N[0]).all():
         return others_N
     waiting = np.flatnonzero(rooms_N >= answers_N.min())
-    for distance in range(1, count):
-        others = (waiting + distance) % count
+    # A long run of answers to one prompt is passed at once.
+    begins_N = np.flatnonzero(prompts_N != np.roll(prompts_N, 1))
+    ends_N = np.append(begins_N, begins_N[0] + count)[np.searchsorted(begins_N, np.arange(count), "right")]
+    firsts_N = ends_N - np.arange(count)
+    for distance in range(count):
+        others = (waiting + firsts_N[waiting] + distance) % count
         fits = (answers_N[others] <= rooms_N[waiting]) & (prompts_N[others] != prompts_N[waiting])
         others_N[waiting[fits]] = others[fits]
         waiting = waiting[~fits]

@@ -35,8 +35,9 @@ class AnswerPairs(JudgedAnswers):
     rejected_column: str = "rejected"
     """Column of the worse answers, likewise."""
     bad_pairs: Literal["refuse", "drop"] = "refuse"
-    """What to do with pairs that cannot be compared: equal answers, an empty one, more than max_length tokens. refuse: the data
-    are refused, with the number of each kind. drop: they are left out and counted. No prompt or answer is ever cut."""
+    """What to do with pairs that cannot be compared: equal answers, an empty one, more than max_length tokens, an empty prompt
+    or different ones. refuse: the data are refused, with the number of each kind. drop: they are left out and counted. No
+    prompt or answer is ever cut."""
 
     samples_are = "pairs"
     token_columns = SIDES

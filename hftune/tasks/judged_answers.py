@@ -84,6 +84,9 @@ class JudgedAnswers(ChatTask, SeveralTexts):
 
         return self.written(self.samples_are, split, encode, self.encode_settings, good)
 
+    def depends_on(self, split: str) -> list[Any]:
+        return [*super().depends_on(split), PROBLEMS]
+
     @property
     def encode_settings(self) -> dict[str, Any]:
         return {"max_length": self.max_length, "drops": self.drops, "whole": not self.generates}

@@ -54,9 +54,9 @@ class KTO(JudgedAnswers, BatchLossTask):
     undesirable_weight: float = key(1.0, gt=0)
     """Weight of the losses of undesirable answers."""
     bad_samples: Literal["refuse", "drop"] = "refuse"
-    """What to do with an empty answer, with more than max_length tokens, and with a prompt that no answer to another one fits
-    behind. refuse: the data are refused, with the number of each kind. drop: they are left out and counted. No prompt or answer
-    is ever cut."""
+    """What to do with an empty answer or prompt, with no label, with more than max_length tokens, and with a prompt that no
+    answer to another one fits behind. refuse: the data are refused, with the number of each kind. drop: they are left out and
+    counted. No prompt or answer is ever cut."""
 
     scored_head = "each"
     libraries = (*JudgedAnswers.libraries, "hftune.data.unpaired")
@@ -97,6 +97,8 @@ class KTO(JudgedAnswers, BatchLossTask):
             alone, kept = np.flatnonzero(others_N < 0), np.flatnonzero(others_N >= 0)
             counts = np.array(samples[0]["dropped"])
             counts[ALONE - 1] = len(alone)
+            if (prompts_N == prompts_N[0]).all():
+                raise DataError(f"All rows of the {split} split have one prompt. KTO compares answers to different ones.")
             if len(alone) and not (self.drops and len(kept)):
                 self.refuse(split, counts, int(rows_N[alone[0]]))
             arrays: dict[str, Any] = {**(samples.select(kept.tolist()) if len(alone) else samples).contents()}

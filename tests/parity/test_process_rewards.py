@@ -116,7 +116,7 @@ def test_a_solution_counts_if_its_first_error_is_not_cut():
 
 
 def test_steps_need_something_between_them():
-    with pytest.raises(ConfigError, match="task.step_separator is empty"):
+    with pytest.raises(ConfigError, match=r"task\.step_separator is empty"):
         Recipe.load("process_reward_demo", "task.step_separator=''").validate()
 
 

@@ -171,8 +171,15 @@ def test_a_chat_with_a_reward_model_is_refused(runs, capsys):
     assert "--chat is for models that answer chats" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("margin", [None, "NaN", True])
-def test_a_margin_that_is_no_number_is_refused_with_its_row(tmp_path, margin):
+@pytest.mark.parametrize(
+    ("margin", "message"),
+    [
+        (None, r"has 1 pair without a finite margin; the first at row 1\."),
+        ("NaN", r"has 1 pair without a finite margin; the first at row 1\."),
+        (True, r"cannot be trained on, at row .: Its margin is True, which is no number\."),
+    ],
+)
+def test_a_margin_that_is_no_number_is_refused_with_its_row(tmp_path, margin, message):
     rows = [{"prompt": "2+2?", "chosen": "4", "rejected": "5", "ahead": value} for value in (1.0, margin)]
     text = "".join(f"{json.dumps(row)}\n" for row in rows).replace('"NaN"', "NaN")
     (tmp_path / "pairs.jsonl").write_text(text.replace("1.0", "true") if margin is True else text)
@@ -180,7 +187,7 @@ def test_a_margin_that_is_no_number_is_refused_with_its_row(tmp_path, margin):
         *("reward_demo", "task.dataset=null", f"task.data_files.train={tmp_path}/pairs.jsonl", "task.margin_column=ahead"),
         *("eval.every=never", "eval.metric=loss", "task.max_train_samples=null", f"output_dir={tmp_path}/out"),
     )
-    with pytest.raises(DataError, match=r"cannot be trained on, at row .: Its margin is .*, which is no finite number\."):
+    with pytest.raises(DataError, match=message):
         load_datasets(recipe)
 
 

@@ -103,9 +103,24 @@ def test_a_row_that_is_no_chat_is_refused_with_its_number_or_dropped(own):
 
 
 def test_a_row_whose_messages_are_out_of_order_is_dropped_as_well(own):
-    bad = {"prompt": [ASK], "chosen": [{"role": "system", "content": "x"}, GOOD], "rejected": [BAD]}
+    bad = {"prompt": [ASK], "chosen": [GOOD, {"role": "system", "content": "x"}, GOOD], "rejected": [BAD]}
     pairs = load_datasets(own(LAYOUTS["TRL's messages"][0], bad, words=("task.bad_pairs=drop",)))["train"]
-    assert len(pairs) == 1 and pairs[0]["dropped"].tolist() == [0, 0, 0, 1, 0]
+    assert len(pairs) == 1 and pairs[0]["dropped"].tolist() == [0, 0, 0, 1, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"chosen": [ASK, GOOD], "rejected": [{**ASK, "content": "3+3?"}, BAD]}, "whose prompts differ"),
+        ({"prompt": None, "chosen": "4", "rejected": "5"}, "with an empty prompt"),
+        ({"prompt": " ", "chosen": "4", "rejected": "5"}, "with an empty prompt"),
+        ({"chosen": [{**ASK, "content": ""}, GOOD], "rejected": [{**ASK, "content": ""}, BAD]}, "with an empty prompt"),
+    ],
+)
+def test_answers_to_nothing_or_to_different_prompts_are_not_compared(own, row, problem):
+    good = next(LAYOUTS[name][0] for name in ("texts", "whole conversations") if LAYOUTS[name][0].keys() == row.keys())
+    with pytest.raises(DataError, match=f"has 1 pair {problem}; the first at row 1"):
+        load_datasets(own(good, row))
 
 
 def test_where_no_pair_is_left_nothing_is_trained(own):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from time import process_time
 
 import numpy as np
 import pytest
@@ -90,6 +91,18 @@ def test_an_answer_that_does_not_fit_behind_the_prompt_is_passed_over():
     assert others_of(starts, sizes, np.array([1, 1, 1, 1]), 10).tolist() == [-1] * 4
 
 
+def test_long_runs_of_one_prompt_are_passed_at_once():
+    rng, half = np.random.default_rng(0), 60_000
+    starts, sizes, prompts = np.full(12, 2), rng.integers(3, 12, 12), np.array([3, 1, 1, 1, 2, 2, 1, 1, 3, 3, 3, 3])
+    expected = [
+        next((j % 12 for j in range(i, i + 12) if prompts[j % 12] != prompts[i] and sizes[j % 12] <= 8), -1) for i in range(12)
+    ]
+    assert others_of(starts, sizes, prompts, 8).tolist() == expected
+    begun = process_time()
+    found = others_of(np.full(2 * half, 2), np.full(2 * half, 4), np.repeat([1, 2], half), 8)
+    assert process_time() - begun < 2 and found.tolist() == [half] * half + [0] * half  # one by one, half a minute
+
+
 ROWS = (
     {"prompt": "2+2?", "completion": "4", "label": True},
     {"prompt": "2+2?", "completion": " ", "label": True},
@@ -106,7 +119,7 @@ def test_answers_that_cannot_be_scored_are_refused_with_their_counts_or_dropped(
     samples = task.datasets()["train"]
     assert [scored(task, sample) for sample in samples] == [["4", "7"], ["7", "4"]]
     assert samples.column("row").tolist() == [0, 3]
-    assert samples[0]["dropped"].tolist() == [0, 1, 1, 0, 0]
+    assert samples[0]["dropped"].tolist() == [0, 1, 1, 0, 0, 0, 0, 0, 0]
 
 
 def test_prompts_that_no_other_answer_fits_behind_are_refused_or_dropped(own):
@@ -123,7 +136,7 @@ def test_prompts_that_no_other_answer_fits_behind_are_refused_or_dropped(own):
     with pytest.raises(DataError, match=message):
         load_datasets(own(*rows, words=(f"task.max_length={most}",)))
     samples = own(*rows, words=(f"task.max_length={most}", "task.bad_samples=drop")).task.datasets()["train"]
-    assert samples.column("row").tolist() == [0, 1] and samples[0]["dropped"].tolist() == [0, 0, 0, 0, 1]
+    assert samples.column("row").tolist() == [0, 1] and samples[0]["dropped"].tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -134,13 +147,20 @@ def test_prompts_that_no_other_answer_fits_behind_are_refused_or_dropped(own):
             r"All answers of the train split are desirable \(task.label_column=label\). KTO learns from both kinds.",
         ),
         ((1, 0), "task.label_column=label of the train split holds int64, not true and false."),
-        ((True, None), "at row 1: Its label is None, where true or false should be."),
+        ((True, None), r"has 1 sample without a label; the first at row 1\."),
     ],
 )
 def test_labels_are_true_and_false(own, labels, message):
     rows = [{"prompt": f"{place}+1?", "completion": "4", "label": label} for place, label in enumerate(labels)]
     with pytest.raises(DataError, match=message):
         load_datasets(own(*rows))
+
+
+def test_one_prompt_for_all_is_said(own):
+    rows = [{"prompt": "2+2?", "completion": answer, "label": answer == "4"} for answer in ("4", "5")]
+    for words in ((), ("task.bad_samples=drop",)):
+        with pytest.raises(DataError, match=r"All rows of the train split have one prompt\. KTO"):
+            load_datasets(own(*rows, words=words))
 
 
 def test_losses_are_those_of_the_paper():
