@@ -200,8 +200,17 @@ class Recipe(RunConfig):
                     if key.startswith("train.teacher_")
                 )
             return
+        if not teacher.strip():
+            yield "train.teacher is empty. Name a model, or set it to null."
+        kinds, losses = type(self.task).__mro__, {"loss", "num_items"}
+        says = next((kind for kind in kinds if {"item_logits", *losses} & vars(kind).keys()), Task)
         if not hasattr(type(self.task), "item_logits"):
-            yield f"train.teacher={teacher}: {type(self.task).__name__} cannot learn from a teacher, as it has no item_logits."
+            yield f"train.teacher={teacher}: {kinds[0].__name__} cannot learn from a teacher, as it has no item_logits."
+        elif "item_logits" not in vars(says):
+            yield (
+                f"train.teacher={teacher}: {says.__name__} has a loss or num_items of its own, whose items the item_logits "
+                "that it inherits do not know. Give it its own."
+            )
         for key, processes in (("pipeline_stages", "the stages of a pipeline"), ("context", "processes that share tokens")):
             if (value := getattr(self.parallel, key)) > 1:
                 yield f"parallel.{key}={value} does not work with train.teacher, which {processes} cannot follow. Set it to 1."
