@@ -126,10 +126,12 @@ class MultiLabel:
             losses_NK = _focal(wrong_NK, self.focal_gamma) * losses_NK
         return losses_NK.sum()
 
-    def item_logits(self, logits_NK: Tensor) -> Tensor:
+    def item_logits(self, logits_NK: Tensor) -> Tensor | None:
         """Return the logits of no and yes for each answer, (N * K, 2)."""
         import torch
 
+        if self.weights:
+            return None
         return torch.stack([torch.zeros_like(logits_NK), logits_NK], -1).flatten(0, 1)
 
     def num_items(self, labels_NK: Tensor) -> float:
