@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.nn.functional import kl_div
 from hftune.config import TrainConfig
 from hftune.config.shipped_files import recipe_names
 from hftune.data.files import is_folder, model_commit
-from hftune.errors import ConfigError, first_line
+from hftune.errors import ConfigError, DataError, first_line
 from hftune.models.kinds import drawn_parameters
 from hftune.models.weights import weights_digest
 from hftune.strategies.packing import PACKING, compute
@@ -68,6 +67,8 @@ class Teacher:
             device = next(self.model.parameters()).device
             batch = send_to_device(self.task.collate([dataset[sample] for sample in samples]), device)
             logits = self.item_logits(self.task.inputs(batch), self.task.target(batch))
+        except (ConfigError, DataError):
+            raise
         except Exception as error:  # whatever a model of others raises
             raise self._error(f"it cannot compute the samples of this task ({first_line(error)}).") from error
         if logits is None:
@@ -93,7 +94,8 @@ class Teacher:
         temperature, share = self.config.teacher_temperature, self.config.teacher_weight
         found = divergence(own, theirs, temperature)
         self.total = self.total + weight * found.detach()
-        return (1 - share) * loss + share * temperature**2 * found
+        taught = share * temperature**2 * found
+        return taught if share == 1 else (1 - share) * loss + taught  # a label that the teacher rules out may lose infinity
 
     def _error(self, reason: str) -> ConfigError:
         return ConfigError(f"train.teacher={self.config.teacher}: {reason}")
@@ -105,7 +107,8 @@ def divergence(student_IC: Tensor, teacher_IC: Tensor, temperature: float) -> Te
         (logits if logits.dtype == torch.float64 else logits.float()).div(temperature).log_softmax(-1)
         for logits in (student_IC, teacher_IC)
     )
-    return kl_div(own, theirs, reduction="sum", log_target=True)
+    terms_IC = kl_div(own, theirs, reduction="none", log_target=True)
+    return terms_IC.masked_fill(theirs == -torch.inf, 0).sum()  # p log p is 0 there
 
 
 def teacher_folder(name: str) -> Path | None:
@@ -150,14 +153,17 @@ def load_teacher(task: Task, config: TrainConfig) -> Teacher:
         raise ConfigError(
             f"train.teacher={name} is no model that {type(task).__name__} can load: {first_line(error)}"
         ) from error
-    digest = weights_digest(chain(model.named_parameters(), model.named_buffers()))
+    if (own := getattr(task, "text_tokenizer", None)) is not None and hasattr(model, "config"):
+        # A decoder that classifies reads the last token that is no padding, as the student's batches have it.
+        model.config.get_text_config().pad_token_id = own.pad_token_id
+    digest = weights_digest(model.state_dict().items())  # buffers beside it may differ in rounding between machines
     teacher = Teacher(task, config, model.eval().requires_grad_(False), digest, commit)
     if (reason := _foreign(task, taught, model, folder)) is not None:
         raise teacher._error(reason)
     return teacher
 
 
-def _foreign(task: Task, taught: Task, model: nn.Module, folder: Path) -> str | None:
+def _foreign(task: Any, taught: Any, model: nn.Module, folder: Path) -> str | None:
     """Say why a model cannot teach a task: what it reads or predicts is something else. ``taught``: has loaded it."""
     is_adapted = (folder / "adapter_config.json").is_file()  # whose head is in the files of the adapters
     if (drawn := drawn_parameters(model)) and not is_adapted:
@@ -168,7 +174,15 @@ def _foreign(task: Task, taught: Task, model: nn.Module, folder: Path) -> str | 
             f"its tokenizer has another vocabulary than the student's ({len(theirs):,} and {len(own):,} tokens), so they do "
             "not read the same. Choose a teacher and a student of one family."
         )
-    labels, names = task.labels, getattr(getattr(model, "config", None), "id2label", None)
+    config, kind = getattr(model, "config", None), getattr(task, "kind", None)
+    if len(getattr(task, "text_columns_read", ())) > 1 and hasattr(task, "has_types"):
+        own_types, their_types = task.has_types(task.named_config), taught.has_types(config)
+        if own_types != their_types:
+            one, other = ("teacher", "student") if their_types else ("student", "teacher")
+            return f"the {one} tells the two texts of a pair apart by token types, and the {other} has none."
+    if None not in (kind, found := getattr(config, "problem_type", None)) and found != kind:
+        return f"it was trained for problem_type={found}, and the student learns {kind}."
+    labels, names = task.labels, getattr(config, "id2label", None)
     if labels is None or names is None or [*labels] == (found := [names[number] for number in sorted(names)]):
         return None
     return (

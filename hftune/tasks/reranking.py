@@ -62,12 +62,12 @@ class Reranking(ComparedTexts):
         return encoded
 
     def encoded_by(self) -> Any:
-        return [self.max_length, self._has_types(self.named_config)]
+        return [self.max_length, self.has_types(self.named_config)]
 
     def _pairs(self, anchors: Sequence[str], texts: Sequence[str], config: PreTrainedConfig) -> dict[str, list]:
         from hftune.data.tokenized import pair_ids
 
-        return pair_ids(anchors, texts, self.text_tokenizer, self.max_length, self._has_types(config))
+        return pair_ids(anchors, texts, self.text_tokenizer, self.max_length, self.has_types(config))
 
     def config_overrides(self) -> dict[str, Any]:
         return {**super().config_overrides(), "num_labels": 1}

@@ -201,7 +201,7 @@ class SequenceClassification(TextTask):
         if not others:
             ids, cut = to_ids(first, tokenizer, self.max_length)
             return {"input_ids": ids, "cut": cut}
-        return pair_ids(first, others[0], tokenizer, self.max_length, self._has_types(config))
+        return pair_ids(first, others[0], tokenizer, self.max_length, self.has_types(config))
 
     def targets(self, split: str) -> dict[str, np.ndarray]:
         """Return label: class numbers (N,) int64; 0 and 1 for each label (N, K) float32; or numbers (N,) float32."""
@@ -221,7 +221,7 @@ class SequenceClassification(TextTask):
         return {"label": flags_of(numbers, indices, len(rows), len(self._classes.names))}
 
     def encoded_by(self) -> Any:
-        has_types = len(self.text_columns_read) > 1 and self._has_types(self.named_config)
+        has_types = len(self.text_columns_read) > 1 and self.has_types(self.named_config)
         return [self.max_length, self.kind, None if self.kind == "regression" else asdict(self._classes), has_types]
 
     def class_counts(self, dataset: Any) -> dict[str, int]:

@@ -381,7 +381,7 @@ class TextTask(DatasetTask):
         batch |= {name: ragged(examples, name).padded(value)[0] for name, value in self.padding.items() if name in names}
         return batch | ({"labels": values(examples, "label")} if "label" in names else {})
 
-    def _has_types(self, config: PreTrainedConfig | None) -> bool:
+    def has_types(self, config: PreTrainedConfig | None) -> bool:
         """Return whether a model with this config is told the two texts of a pair apart by token types."""
         # Not every model whose tokenizer knows token types has embeddings for them.
         knows_types = "token_type_ids" in self.text_tokenizer.model_input_names

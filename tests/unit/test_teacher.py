@@ -1,15 +1,20 @@
 """What a student learns from a teacher, and which teachers are refused, before anything is trained."""
 
+import dataclasses
+import math
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits, kl_div
 from transformers import AutoTokenizer
 from transformers.modeling_outputs import CausalLMOutput
 
-from hftune import ConfigError, Recipe
+from hftune import ConfigError, DataError, Recipe
 from hftune.config import TrainConfig
+from hftune.models.weights import weights_digest
 from hftune.strategies.teacher import Teacher, divergence, load_teacher
-from hftune.tasks import LanguageModeling
+from hftune.tasks import Chats, LanguageModeling
 from hftune.tasks.problems import MultiLabel, Regression, SingleLabel
 from tests.support.runs import SMALL
 
@@ -36,7 +41,15 @@ def test_each_of_several_labels_is_an_item_of_two_classes():
 
 def test_numbers_and_weighted_classes_have_no_items_for_a_teacher():
     assert Regression().item_logits(torch.zeros(2, 1)) is None
-    assert SingleLabel(["a", "b"], [1.0, 2.0]).item_logits(torch.zeros(2, 2)) is None
+    for problem in (SingleLabel, MultiLabel):
+        assert problem(["a", "b"], [1.0, 2.0]).item_logits(torch.zeros(2, 2)) is None
+
+
+def test_what_a_teacher_rules_out_does_not_count():
+    own, theirs = torch.zeros(1, 3, requires_grad=True), torch.tensor([[0.0, 0.0, -torch.inf]])
+    found = divergence(own, theirs, 1.0)
+    found.backward()
+    assert found.item() == pytest.approx(math.log(1.5), rel=1e-6) and own.grad.isfinite().all()
 
 
 def test_words_that_only_pad_the_vocabulary_do_not_count():
@@ -76,6 +89,17 @@ def test_a_teacher_is_frozen_and_leaves_the_task_and_the_random_numbers_alone(re
     assert teacher.digest == teach(recipe, folder).digest and teacher.commit is None
 
 
+def test_a_teacher_takes_the_padding_of_the_student_and_its_digest_no_buffers_of_a_machine(recipe, folder):
+    model = recipe.task.build_model()
+    model.config.pad_token_id = 7
+    model.save_pretrained(folder)
+    teacher = teach(recipe, folder)
+    assert teacher.model.config.pad_token_id == recipe.task.text_tokenizer.pad_token_id != 7
+    own = [*dict(teacher.model.named_buffers()).keys() - teacher.model.state_dict().keys()]
+    assert own
+    assert teacher.digest == weights_digest(model.state_dict().items())
+
+
 def refused(recipe, folder):
     with pytest.raises(ConfigError) as caught:
         teach(recipe, folder)
@@ -111,6 +135,26 @@ def test_a_model_that_was_not_trained_for_the_task_is_refused(recipe, folder):
     assert refused(recipe, folder).startswith(" is no model that SequenceClassification can load: ConfigError: ")
 
 
+def test_a_teacher_for_another_kind_of_labels_is_refused(recipe, folder):
+    model = recipe.task.build_model()
+    model.config.problem_type = "multi_label_classification"
+    model.save_pretrained(folder)
+    assert refused(recipe, folder) == (
+        ": it was trained for problem_type=multi_label_classification, and the student learns single_label_classification."
+    )
+
+
+def test_a_teacher_that_is_told_pairs_apart_by_token_types_is_refused_if_the_student_is_not(recipe, folder, monkeypatch):
+    model = recipe.task.build_model()
+    recipe.task.save(model, folder)
+    monkeypatch.setattr(type(recipe.task), "text_columns_read", ["text", "text"])
+    assert teach(recipe, folder).commit is None
+    monkeypatch.setitem(vars(recipe.task), "named_config", type(model.config)(type_vocab_size=1))
+    assert refused(recipe, folder) == (
+        ": the teacher tells the two texts of a pair apart by token types, and the student has none."
+    )
+
+
 def test_a_run_that_is_not_there_is_refused_with_the_command_that_trains_it(recipe):
     assert refused(recipe, "outputs/chats_demo") == (
         ": there is no such folder. Name a run's output folder, or one of save_pretrained. Recipe chats_demo trains one: "
@@ -124,6 +168,9 @@ def test_a_teacher_that_cannot_compute_the_samples_is_refused(recipe, folder):
     type(model)(model.config).save_pretrained(folder)
     data, teacher = recipe.task.datasets()["train"], teach(recipe, folder)
     with pytest.raises(ConfigError, match=r"it cannot compute the samples of this task \("):
+        teacher.check(data, [0])
+    teacher.item_logits = lambda *given: (_ for _ in ()).throw(DataError("as it is"))
+    with pytest.raises(DataError, match=r"^as it is$"):
         teacher.check(data, [0])
     teacher.config.teacher_weight = 0.25
     with pytest.raises(ConfigError, match="it has 2 classes or words, and 3 are learned"):
@@ -153,6 +200,30 @@ def test_what_cannot_have_a_teacher_is_refused_before_torch_is_imported(name, wo
     assert message in caught.value.problems
 
 
+@dataclass
+class OtherLoss(Chats):
+    def loss(self, outputs, target):
+        return 2 * super().loss(outputs, target)
+
+
+class OwnItems(OtherLoss):
+    def item_logits(self, outputs, target):
+        return super().item_logits(outputs, target)
+
+
+def test_a_loss_of_ones_own_needs_items_of_its_own_for_a_teacher():
+    recipe = Recipe.load("chats_demo", "train.teacher=x/y")
+    fields = {each.name: getattr(recipe.task, each.name) for each in dataclasses.fields(recipe.task)}
+    with pytest.raises(ConfigError, match="OtherLoss has a loss or num_items of its own"):
+        replace(recipe, task=OtherLoss(**fields)).validate()
+    replace(recipe, task=OwnItems(**fields)).validate()
+
+
+def test_an_empty_name_is_no_teacher():
+    with pytest.raises(ConfigError, match=r"train.teacher is empty\. Name a model, or set it to null"):
+        Recipe.load("chats_demo", "train.teacher=''").validate()
+
+
 @pytest.mark.parametrize("word", ["teacher_weight=0.1", "teacher_temperature=3.0", "teacher_revision='main'"])
 def test_keys_of_a_teacher_without_one_are_refused(word):
     with pytest.raises(ConfigError, match=f"train.{word} needs train.teacher"):
@@ -171,4 +242,7 @@ def test_the_loss_is_a_mixture_and_dummies_do_not_count():
     kl = float(divergence(own, theirs, 2.0))
     assert teacher.mixed(torch.tensor(8.0), own, None, {}) == pytest.approx(0.75 * 8 + 0.25 * 4 * kl, rel=1e-6)
     teacher.mixed(torch.tensor(8.0), own, None, {}, weight=0)
+    alone = Teacher(Two(), replace(config, teacher_weight=1.0), torch.nn.Linear(1, 1))
+    alone.item_logits = lambda *given: theirs
+    assert alone.mixed(torch.tensor(torch.inf), own, None, {}) == pytest.approx(4 * kl, rel=1e-6)
     assert float(teacher.total) == pytest.approx(kl, rel=1e-6)
