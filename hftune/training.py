@@ -96,7 +96,7 @@ def compare(session: Session, strategy: Strategy, parts: Parts) -> Provenance:
     commits, weights = task.commits(), {}
     if (teacher := parts.teacher) is not None:
         weights = {"weights of the teacher": teacher.digest}
-        commits |= {} if teacher.commit is None else {"train.teacher": teacher.commit}
+        commits |= teacher.commits
     digests = session.compare(strategy, parts.datasets, commits, weights)
     parts.notices += strategy.on_main(lambda: task.notices(parts.datasets, parts.model))
     return Provenance(digests, commits, strategy.precision)

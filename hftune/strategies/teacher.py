@@ -50,6 +50,10 @@ class Teacher:
     total: Tensor = field(default_factory=lambda: torch.zeros(()))
     """The divergence of the step so far, summed over the items of this process."""
 
+    @property
+    def commits(self) -> dict[str, str]:
+        return {} if self.commit is None else {"train.teacher": self.commit}
+
     def item_logits(self, arguments: Mapping[str, Any], target: Any) -> Tensor | None:
         """Return what the teacher says to the items of a micro-batch, (I, C); None: the task has no such logits."""
         if not self.packs:

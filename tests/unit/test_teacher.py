@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from hftune import ConfigError, DataError, Recipe
 from hftune.config import TrainConfig
 from hftune.models.weights import weights_digest
+from hftune.replay.outcome import environment_differences
 from hftune.strategies.teacher import Teacher, divergence, load_teacher
 from hftune.tasks import Chats, LanguageModeling
 from hftune.tasks.problems import MultiLabel, Regression, SingleLabel
@@ -246,3 +248,18 @@ def test_the_loss_is_a_mixture_and_dummies_do_not_count():
     alone.item_logits = lambda *given: theirs
     assert alone.mixed(torch.tensor(torch.inf), own, None, {}) == pytest.approx(4 * kl, rel=1e-6)
     assert float(teacher.total) == pytest.approx(kl, rel=1e-6)
+
+
+@pytest.mark.parametrize(("digest", "expected"), [("a" * 64, []), ("b" * 64, ["versions"])])
+def test_a_replay_lists_a_teacher_from_the_hub_only_if_it_has_changed(digest, expected):
+    commits = {"task.model": "1", "train.teacher": "2"}
+    replayer = SimpleNamespace(
+        terms=SimpleNamespace(start={"commits": commits, "teacher": "a" * 64, "plan": {}}),
+        environment=dict,
+        task=SimpleNamespace(commits=lambda: {"task.model": "1"}),
+        strategy=SimpleNamespace(teacher=Teacher(None, TrainConfig(), torch.nn.Linear(1, 1), digest, "2")),
+        change=SimpleNamespace(without=()),
+        digests={"train data": "all:0"},
+        step=1,
+    )
+    assert [found.kind for found in environment_differences(replayer)] == expected
