@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerationMode, LogitsProcessor, logits_process
 from transformers.modeling_outputs import BaseModelOutput
 
-from hftune.errors import ConfigError, did_you_mean
+from hftune.errors import ConfigError, TrainingError, did_you_mean
 
 CONTINUABLE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 SAMPLING: Mapping[str, tuple[type[LogitsProcessor], float | None]] = {
@@ -136,8 +136,10 @@ class KeyedDraws(LogitsProcessor):
 
     def __init__(self, keys: Sequence[Sequence[int]], config: GenerationConfig, num_prompt_tokens: int):
         """Args:
-        keys: of each row, integers from 0.
+        keys: of each row, integers from 0, below 2**32.
         config: with ``max_new_tokens``, and values of SAMPLING.
+
+        A call raises TrainingError if the scores are not finite numbers.
         """
         numbers_BT = [np.random.default_rng(key).random(config.max_new_tokens) for key in keys]
         self.numbers_BT = torch.from_numpy(np.stack(numbers_BT))
@@ -150,8 +152,16 @@ class KeyedDraws(LogitsProcessor):
             scores = warper(input_ids, scores)
         exact = torch.float32 if scores.device.type == "mps" else torch.float64  # Metal has no float64
         shares_BV = scores.to(exact).softmax(-1).cumsum(-1)
+        total_B1 = shares_BV[:, -1:].contiguous()
+        if not total_B1.isfinite().all():
+            raise TrainingError(
+                "The model gives the next token no probabilities that are finite numbers: its weights are not, or fp16 is too "
+                "narrow for it. See --mixed-precision."
+            )
         numbers_B1 = self.numbers_BT[:, input_ids.shape[1] - self.num_prompt_tokens, None].to(shares_BV)
-        tokens_B1 = torch.searchsorted(shares_BV, numbers_B1 * shares_BV[:, -1:], right=True)  # so none without probability
+        tokens_B1 = torch.searchsorted(shares_BV, numbers_B1 * total_B1, right=True)  # so none without probability
+        last_B1 = torch.searchsorted(shares_BV, total_B1)  # with one; a number may have been rounded to 1
+        tokens_B1 = tokens_B1.minimum(last_B1)
         return torch.full_like(scores, -torch.inf).scatter(1, tokens_B1, 0.0)
 
 

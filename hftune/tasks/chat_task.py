@@ -285,7 +285,7 @@ class ChatTask(TextTask):
             given: dict[str, Any] = {"input_ids": ids_NT.to(model.device), "attention_mask": mask_NT.to(model.device)}
             if keys:
                 given["logits_processor"] = [KeyedDraws([keys[place] for place in places], limited, ids_NT.shape[1])]
-                limited.do_sample, limited.num_beams = False, 1
+                limited.do_sample, limited.num_beams, limited.num_return_sequences = False, 1, 1
                 tidy(limited)
             texts_NT = model.generate(**given, generation_config=limited, streamer=streamer)[:, ids_NT.shape[1] :]
             answers |= zip(places, texts_NT.tolist(), strict=True)
@@ -362,7 +362,7 @@ class ChatTask(TextTask):
             at_once: answers that are generated together.
         """
         config = deepcopy(model.generation_config)
-        config.update(**settings)
+        config.update(do_sample=True, **settings)
         stops, found = {*self.chat_format.stops}, []
         prompts = self._prompts(model, inputs)
         drawn = [(prompt, key) for prompt, own in zip(prompts, keys, strict=True) for key in own]

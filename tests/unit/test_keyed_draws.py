@@ -6,6 +6,7 @@ import torch
 from scipy.stats import chisquare
 from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from hftune import Recipe, TrainingError
 from hftune.models.generation import KeyedDraws
 
 LOGITS_V = torch.tensor([0.3, -1.0, 2.0, -torch.inf, 0.0, 1.1, -3.0])
@@ -56,3 +57,30 @@ def test_a_draw_depends_on_its_key_alone():
     assert whole.tolist() == [int(drawn([key], row[None], place=2)) for key, row in zip(keys, logits_BV, strict=True)]
     longer = KeyedDraws(keys, GenerationConfig(max_new_tokens=100), 2)  # a shorter prompt and more room
     assert longer(torch.zeros(len(keys), 4, dtype=torch.int64), logits_BV).argmax(1).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("after", [(), (-torch.inf, -torch.inf)])
+def test_a_number_that_is_rounded_to_1_draws_the_last_token_that_has_a_probability(after):
+    draws = KeyedDraws([(0,)], GenerationConfig(max_new_tokens=1), 5)
+    draws.numbers_BT = torch.ones(1, 1)
+    scores_BV = draws(torch.zeros(1, 5, dtype=torch.int64), torch.tensor([[*LOGITS_V, *after]]))
+    assert scores_BV.argmax() == len(LOGITS_V) - 1
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_scores_that_are_not_finite_are_refused_in_a_sentence(value):
+    with pytest.raises(TrainingError, match="no probabilities that are finite numbers: its weights are not, or fp16"):
+        drawn([(0,)], torch.tensor([[0.0, value]]))
+
+
+def test_settings_of_a_model_that_answers_greedily_do_not_keep_it_from_being_drawn_from(recwarn):
+    task = Recipe.load("chats_demo", "task.max_train_samples=100", "task.max_eval_samples=9").task
+    task.datasets()
+    model = task.build_model().eval()
+    chat, keys = [{"role": "user", "content": "3 + 4?"}], [[(0, 0, 0), (0, 0, 1)]]
+    settings = {"temperature": 0.7, "max_new_tokens": 3}
+    expected = task.sample(model, [chat], keys, settings, 2)
+    model.generation_config.do_sample, model.generation_config.num_return_sequences = False, 2
+    recwarn.clear()
+    assert task.sample(model, [chat], keys, settings, 2) == expected
+    assert not [str(each.message) for each in recwarn]
