@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,8 +81,10 @@ def run(options: argparse.Namespace) -> int:
             f"--range-max {options.range_max} leaves {left} ranks after --range-min {options.range_min}, too few for "
             f"--negatives {options.negatives}."
         )
-    for name in ("margin", "relative_margin"):
-        if (value := getattr(options, name)) is not None and value < 0:
+    for name in ("max_score", "min_score", "margin", "relative_margin"):
+        if not isfinite(value := getattr(options, name) or 0.0):
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be a finite number.")
+        if "margin" in name and value < 0:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be 0 or more.")
     return compute(job_of(options), options, "hftune.commands.mine_rows")
 
@@ -99,13 +102,20 @@ def job_of(options: argparse.Namespace) -> Mining:
     job = prepare(options, columns_of)
     task: Any = job.recipe.task
     names = job.columns["anchor"], job.columns["positive"]
+    if names[0] == names[1]:
+        raise DataError(
+            f"--data {job.table.name}: column {names[0]!r} would be both anchor and positive. Name the right ones: --map "
+            "anchor=COLUMN --map positive=COLUMN."
+        )
     anchors, positives = (list(map(str, job.table.rows[name])) for name in names)
-    corpus = [] if options.corpus is None else texts_of(read_table(options.corpus), names[1])
+    others = [] if options.corpus is None else [read_table(options.corpus)]
+    corpus = [text for table in others for text in texts_of(table, names[1])]
     anchor_places, document_places = places(anchors), places([*positives, *corpus])
     prefixes = [task.prefixes.get("query", ""), task.prefixes.get("document", "")]
     texts = [prefix + text for prefix, own in zip(prefixes, (anchor_places, document_places), strict=True) for text in own]
     pairs = [(anchor_places[a], document_places[b]) for a, b in zip(anchors, positives, strict=True)]
-    job.table = Table(job.table.name, datasets.Dataset.from_dict({"text": texts}), job.table.digest)
+    digest = " ".join(table.digest for table in (job.table, *others))
+    job.table = Table(job.table.name, datasets.Dataset.from_dict({"text": texts}), digest)
     job.columns, job.sizes, job.empty = {"anchor": "text"}, np.array(list(map(len, texts))), np.zeros(len(texts), bool)
     given = ("negatives", "range_min", "range_max", "max_score", "min_score", "margin", "relative_margin")
     settings = {name: getattr(options, name) for name in given}

@@ -10,6 +10,7 @@ from sentence_transformers.util import mine_hard_negatives
 
 from hftune import Recipe, cli, train
 from hftune.build import load_datasets
+from hftune.commands import predict_rows
 from hftune.data.demo import questions
 from tests.support.predictions import untrained
 from tests.support.runs import TINY, environment, warm_python
@@ -111,6 +112,14 @@ def test_rows_are_read_by_the_recipes_that_take_negatives(mine, folder, recipe):
     assert len(load_datasets(asked)["train"]) == len(rows)
 
 
+def test_the_corpus_is_compared_between_processes(mine, monkeypatch):
+    found = []
+    monkeypatch.setattr(predict_rows, "check_same", lambda group, own: found.append(own["data"]["--data pairs.jsonl"]))
+    mine()
+    mine("--corpus", "corpus.jsonl")
+    assert len({*found}) == 2
+
+
 def test_what_cannot_be_mined_is_refused(mine, folder):
     untrained("reranking_demo", folder / "reranking")
     write(folder / "blank.jsonl", [{"passage": "a"}, {"passage": " "}])
@@ -118,5 +127,10 @@ def test_what_cannot_be_mined_is_refused(mine, folder):
     assert "hftune mine is for runs of the recipe embeddings, not for Reranking." in mine(of="reranking")[2]
     assert "--corpus blank.jsonl has an empty text in column 'passage' at row 1" in mine("--corpus", "blank.jsonl")[2]
     assert "--corpus numbers.jsonl has no column of texts. It has: id." in mine("--corpus", "numbers.jsonl")[2]
+    for option in ("--margin", "--relative-margin", "--max-score", "--min-score"):
+        assert f"{option} nan must be a finite number." in mine(option, "nan")[2]
+    assert "--margin inf must be a finite number." in mine("--margin", "inf")[2]
+    said = mine("--map", "positive=query")[2]
+    assert "--data pairs.jsonl: column 'query' would be both anchor and positive. Name the right ones: --map" in said
     code, rows, said = mine("--max-score", -0.9)
     assert (code, rows) == (2, []) and "There is no row to write: 100 pairs whose anchor has fewer than 3 negatives." in said
