@@ -65,6 +65,10 @@ class Job:
             values[role] = [located(self.table, value) for value in values[role]]
         return self.recipe.task.raw_inputs(values)
 
+    def compared(self) -> dict[str, Any]:
+        """Return what must be the same on all processes besides recipe and rows, by option, JSON-serializable."""
+        return self.options
+
     def predict(self, model: nn.Module, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Return the predictions for the rows with these numbers."""
         return self.recipe.task.predict(model, self.inputs(numbers), **self.options)

@@ -72,7 +72,9 @@ def compute(job: Job, kind: type[Parts] | None = None) -> bool:
         session.progress.stage("loading the model")
         model = load_for_all(recipe, job.model)
         group = choose_strategy(session.join(), recipe, session.progress)
-        check_same(group, fingerprint(recipe) | {"data": {f"--data {job.table.name}": job.table.digest}})
+        own = fingerprint(recipe) | {"data": {f"--data {job.table.name}": job.table.digest}}
+        own["recipe"] |= {f"--{name.replace('_', '-')}": value for name, value in job.compared().items()}
+        check_same(group, own)
         unread_names(group, model)
         parts = (kind or Parts)(job)
         if group.is_main:

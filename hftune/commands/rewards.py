@@ -6,6 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +34,8 @@ class Reward(Protocol):
 
     digest: Any
     """Changes if the scores may; JSON-serializable."""
+    compared: Any
+    """The part of it that is the same on all machines, which the times of files are not."""
 
     def __call__(self, prompt: Any, answers: Sequence[str], row: Mapping[str, Any]) -> list[float]:
         """Return the score of each answer, a finite number.
@@ -73,7 +76,7 @@ class FunctionReward:
         module, _, attribute = self.name.rpartition(".")
         find_beside("--reward", self.name, [Path()])
         self.function: Callable[..., Any] = import_named("--reward", self.name, module, attribute)
-        self.digest = hashes_of([module])
+        self.digest = self.compared = [self.name, hashes_of([module])]
         if not callable(self.function):
             raise ConfigError(f"--reward {self.name} is {type(self.function).__name__}, not a function.")
         parameters = [*inspect.signature(self.function).parameters.values()]
@@ -94,7 +97,7 @@ class FunctionReward:
 
     def _score(self, prompt: Any, answer: str, given: Mapping[str, Any]) -> float:
         try:
-            value = self.function(prompt, answer, **given)
+            value = self.function(deepcopy(prompt), answer, **deepcopy(given))  # it may change them
         except Exception as error:  # whatever the user's code raises
             raise DataError(f"--reward {self.name} failed on {_shown(answer)}: {first_line(error)}.") from error
         try:
@@ -122,6 +125,7 @@ class RunReward:
         if len(recipe.task.input_columns()) != 2:
             raise self._no_scores(recipe.task)
         self.digest = [self.name, stamps(folder)]
+        self.compared = [self.name, [[file, size] for file, size, _ in stamps(folder)]]
 
     @cached_property
     def model(self) -> TrainedModel:
@@ -131,7 +135,7 @@ class RunReward:
 
     def __call__(self, prompt: Any, answers: Sequence[str], row: Mapping[str, Any]) -> list[float]:
         try:
-            rows = self.model.predict([[prompt, answer] for answer in answers])
+            rows = self.model.predict([[prompt, self._given(answer)] for answer in answers])
         except DataError as error:
             raise DataError(f"--reward {self.name} cannot score an answer: {error}") from error
         if "score" not in rows[0]:
@@ -140,6 +144,13 @@ class RunReward:
         if not all(map(math.isfinite, scores)):
             raise DataError(f"--reward {self.name} gave the scores {scores}, which are not all finite numbers.")
         return scores
+
+    def _given(self, answer: str) -> Any:
+        """Return an answer as the task is to read it: a text that looks like a whole conversation is none."""
+        from hftune.tasks.chat_task import ChatTask
+
+        reads_chats = isinstance(self.model.recipe.task, ChatTask)
+        return [{"role": "assistant", "content": answer}] if reads_chats else answer
 
     def _no_scores(self, task: Task) -> ConfigError:
         return ConfigError(

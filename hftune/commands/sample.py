@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -69,15 +70,22 @@ class Samples(Job):
     keep: Literal["pairs", "best"]
     threshold: float
 
+    def compared(self) -> dict[str, Any]:
+        return {**self.options, "reward": self.reward.compared}
+
     def predict(self, model: nn.Module, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Return prompt, answers and their scores for each row; no score for an answer that is empty, or cut for its length."""
+        import torch
+
         prompts, rows = self.inputs(numbers), self.table.rows.select(numbers)
+        device = next(model.parameters()).device.type
         keys = [[(self.seed, number, draw) for draw in range(self.num_answers)] for number in numbers]
         found = []
         for place, drawn in enumerate(self.recipe.task.sample(model, prompts, keys, self.settings, self.at_once)):
             whole = list(dict.fromkeys(text for text, is_whole in drawn if is_whole and text.strip()))
             try:
-                scores = dict(zip(whole, self.reward(prompts[place], whole, rows[place]), strict=True)) if whole else {}
+                with torch.autocast(device, enabled=False):  # which is for the model of the answers
+                    scores = dict(zip(whole, self.reward(prompts[place], whole, rows[place]), strict=True)) if whole else {}
             except DataError as error:
                 raise DataError(f"Input {place}: {error}") from error
             found.append(
@@ -94,10 +102,11 @@ def run(options: argparse.Namespace) -> int:
     """Write the rows, and print what was drawn. Under a launcher every process calls it."""
     check_at_least_1(options, "answers", "max_new_tokens", "batch_size", "processes")
     for name, is_good, bounds in (
-        ("temperature", lambda value: value > 0, "above 0"),
+        ("temperature", lambda value: 0 < value < inf, "a finite number above 0"),
         ("top_k", lambda value: value >= 0, "0, for all tokens, or more"),
         ("top_p", lambda value: 0 < value <= 1, "above 0, and 1 at most"),
-        ("seed", lambda value: value >= 0, "0 or more"),
+        ("seed", lambda value: 0 <= value < 2**32, "0 or more, and below 2**32"),  # a word of a key of KeyedDraws
+        ("threshold", isfinite, "a finite number"),
     ):
         if (value := getattr(options, name)) is not None and not is_good(value):
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be {bounds}.")
@@ -118,7 +127,7 @@ def job_of(options: argparse.Namespace) -> Samples:
     check_chats(job.recipe.task, "hftune sample")
     reward = reward_of(options.reward, job.table, options.trust_code)
     settings = {name: value for name in SETTINGS if (value := getattr(options, name)) is not None}
-    job.options = {"answers": options.answers, "seed": options.seed, **settings, "reward": [options.reward, reward.digest]}
+    job.options = {"answers": options.answers, "seed": options.seed, **settings, "reward": reward.digest}
     return Samples(
         **vars(job),
         num_answers=options.answers,

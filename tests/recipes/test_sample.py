@@ -8,6 +8,8 @@ import pytest
 
 from hftune import Recipe, cli, load_model, train
 from hftune.build import load_datasets
+from hftune.commands import predict_rows
+from hftune.commands.rewards import RunReward
 from hftune.data.demo import chats
 from tests.support.predictions import untrained
 from tests.support.runs import environment, train_on, warm_python
@@ -35,6 +37,10 @@ def nothing(prompt, answer):
 
 def wants(prompt, answer, column_that_is_missing):
     return 0.0
+
+def spoils(prompt, answer, solution):
+    prompt[-1]["content"] += "!"
+    return prompt[-1]["content"].count("!") + len(answer) / 100
 
 constant = 3
 """
@@ -129,16 +135,49 @@ def test_a_round_of_training_on_the_best_answers_raises_the_mean_score(sample, f
     assert after["mean score"] > 1.5 * before["mean score"]
 
 
-@pytest.mark.parametrize(("recipe", "data"), [("reranking_demo", "texts.jsonl"), ("reward_demo", "prompts.jsonl")])
-def test_a_run_that_gives_scores_is_a_reward(sample, folder, recipe, data):
-    scorer = untrained(recipe, folder / recipe)
-    code, rows, _ = sample("--answers", 3, reward=recipe, data=data)
+@pytest.mark.parametrize(
+    ("recipe", "data", "precision"),
+    [
+        ("reranking_demo", "texts.jsonl", "no"),
+        ("reward_demo", "prompts.jsonl", "no"),
+        ("reranking_demo", "texts.jsonl", "bf16"),
+    ],
+)
+def test_a_run_that_gives_scores_is_a_reward(sample, folder, recipe, data, precision):
+    scorer = untrained(recipe, folder / f"{recipe}_{precision}")
+    code, rows, _ = sample("--answers", 3, "--mixed-precision", precision, reward=scorer.name, data=data)
     assert code == 0 and rows
     model = load_model(scorer, device="cpu")
     for row in rows[:5]:
         (chosen,) = model.predict([[row["prompt"], row["chosen"]]])
         assert row["chosen_score"] == pytest.approx(chosen["score"], abs=1e-6)
         assert row["chosen_score"] > row["rejected_score"]
+
+
+def test_an_answer_that_looks_like_a_conversation_is_scored_as_an_answer(folder):
+    scorer = untrained("reward_demo", folder / "turns")
+    model, reward = load_model(scorer), RunReward(str(scorer), trust_code=False)
+    answers = ["\n\nHuman: who?\n\nAssistant: me", json.dumps([{"role": "assistant", "content": "me"}])]
+    chats = [[{"role": "user", "content": "who?"}, {"role": "assistant", "content": answer}] for answer in answers]
+    assert reward("who?", answers, {}) == pytest.approx([row["score"] for row in model.predict(chats)], abs=1e-6)
+
+
+def test_a_reward_that_changes_the_prompt_changes_neither_the_output_nor_other_scores(sample, folder):
+    _, rows, _ = sample("--answers", 3, reward="rewards_of_test.spoils")
+    prompts = [row["prompt"] for row in read(folder / "prompts.jsonl")]
+    assert rows and all(row["prompt"] in prompts for row in rows)
+    assert all(
+        row["chosen_score"] == pytest.approx(row["prompt"][-1]["content"].count("!") + 1 + len(row["chosen"]) / 100)
+        for row in rows
+    )
+
+
+def test_options_and_reward_are_compared_between_processes(sample, monkeypatch):
+    found = []
+    monkeypatch.setattr(predict_rows, "check_same", lambda group, own: found.append(own["recipe"]))
+    sample("--answers", 2, "--seed", 5)
+    sample("--answers", 2, "--seed", 5, reward="rewards_of_test.length")
+    assert [own["--seed"] for own in found] == [5, 5] and found[0]["--reward"] != found[1]["--reward"]
 
 
 def test_answers_that_are_cut_have_no_score(sample):
@@ -169,9 +208,11 @@ def test_answers_that_are_cut_have_no_score(sample):
         ((), "rewards_of_test.text", "--reward rewards_of_test.text returned '4' for the answer "),
         ((), "rewards_of_test.nothing", "--reward rewards_of_test.nothing returned None for the answer "),
         (("--answers", "1"), "rewards_of_test.exact", "--answers 1: a pair needs 2 answers at least."),
-        (("--temperature", "0"), "rewards_of_test.exact", "--temperature 0.0 must be above 0."),
+        (("--temperature", "0"), "rewards_of_test.exact", "--temperature 0.0 must be a finite number above 0."),
+        (("--threshold", "nan"), "rewards_of_test.exact", "--threshold nan must be a finite number."),
+        (("--seed", str(2**32)), "rewards_of_test.exact", "--seed 4294967296 must be 0 or more, and below 2**32."),
         (("--top-p", "1.5"), "rewards_of_test.exact", "--top-p 1.5 must be above 0, and 1 at most."),
-        (("--seed", "-1"), "rewards_of_test.exact", "--seed -1 must be 0 or more."),
+        (("--seed", "-1"), "rewards_of_test.exact", "--seed -1 must be 0 or more, and below 2**32."),
     ],
 )
 def test_what_cannot_score_or_draw_is_refused(sample, words, reward, message):
