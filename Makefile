@@ -1,5 +1,5 @@
-# make demo: train the embedded example on two processes.   make check: what to run before each commit; 75 seconds.
-# make test: all tests; 12 to 15 minutes on two cores.   make lint: format, and fix what ruff can.
+# make demo: train the embedded example on two processes.   make check: what to run before each commit; minutes.
+# make test: all tests; half an hour on two cores.   make lint: format, and fix what ruff can.
 # Everything happens in .venv, made from pyproject.toml under constraints.txt; PYTHON chooses the interpreter.
 PYTHON ?= python3
 VENV := .venv
