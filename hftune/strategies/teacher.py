@@ -74,9 +74,9 @@ class Teacher:
         except (ConfigError, DataError):
             raise
         except Exception as error:  # whatever a model of others raises
-            raise self._error(f"it cannot compute the samples of this task ({first_line(error)}).") from error
+            raise self.refusal(f"it cannot compute the samples of this task ({first_line(error)}).") from error
         if logits is None:
-            raise self._error(
+            raise self.refusal(
                 f"{type(self.task).__name__} cannot learn from a teacher as it is set here: it predicts numbers, or its items "
                 "have weights (task.class_weights)."
             )
@@ -94,14 +94,14 @@ class Teacher:
         """
         theirs, own = self.item_logits(arguments, target), self.task.item_logits(outputs, target)
         if own.shape != theirs.shape:
-            raise self._error(f"it has {theirs.shape[-1]:,} classes or words, and {own.shape[-1]:,} are learned.")
+            raise self.refusal(f"it has {theirs.shape[-1]:,} classes or words, and {own.shape[-1]:,} are learned.")
         temperature, share = self.config.teacher_temperature, self.config.teacher_weight
         found = divergence(own, theirs, temperature)
         self.total = self.total + weight * found.detach()
         taught = share * temperature**2 * found
         return taught if share == 1 else (1 - share) * loss + taught  # a label that the teacher rules out may lose infinity
 
-    def _error(self, reason: str) -> ConfigError:
+    def refusal(self, reason: str) -> ConfigError:
         return ConfigError(f"train.teacher={self.config.teacher}: {reason}")
 
 
@@ -163,7 +163,7 @@ def load_teacher(task: Task, config: TrainConfig) -> Teacher:
     digest = weights_digest(model.state_dict().items())  # buffers beside it may differ in rounding between machines
     teacher = Teacher(task, config, model.eval().requires_grad_(False), digest, commit)
     if (reason := _foreign(task, taught, model, folder)) is not None:
-        raise teacher._error(reason)
+        raise teacher.refusal(reason)
     return teacher
 
 
