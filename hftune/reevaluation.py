@@ -100,8 +100,7 @@ def evaluate(
             compile_model(built)
         accelerator = session.join()
         if checkpoint is None and recipe.task.reference_fields:
-            accelerator, reference = compare_with_start(recipe, session, accelerator, datasets[split])
-            check_reference(f"--model {model}", read_about(model).get("reference"), reference)
+            accelerator = compare_with_start(recipe, session, accelerator, datasets[split], model)
         strategy = choose_strategy(accelerator, recipe, session.progress)
         unread = unread_names(strategy, built)
         base = base_digest(built) if saved is not None and has_adapter(built) and not unread else None
@@ -128,13 +127,11 @@ def evaluate(
     return score
 
 
-def compare_with_start(
-    recipe: Recipe, session: Session, accelerator: Accelerator, dataset: Any
-) -> tuple[Accelerator, str | None]:
-    """Give samples what they need of the model that the training began with. Collective.
+def compare_with_start(recipe: Recipe, session: Session, accelerator: Accelerator, dataset: Any, path: Path) -> Accelerator:
+    """Give samples what they need of the model that the training began with, and return a fresh accelerator. Collective.
 
-    Returns:
-        A fresh accelerator, and what ``add_references`` returns.
+    Raises:
+        ConfigError: the finished model at the path began with another one.
     """
     model = build_model(recipe, leaves_weights=may_leave_weights(recipe))
     strategy = choose_strategy(accelerator, recipe, session.progress)
@@ -142,7 +139,8 @@ def compare_with_start(
     base = base_digest(model) if has_adapter(model) and not unread else None
     strategy.prepare(model, build_optimizer(model, recipe))
     reference = add_references(recipe, strategy, model, strategy.sharding.base_digest() if unread else base, [dataset])
-    return start_accelerator(recipe.train), reference
+    check_reference(str(path), read_about(path).get("reference"), reference)
+    return start_accelerator(recipe.train)
 
 
 def load_weights(

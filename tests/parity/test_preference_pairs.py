@@ -119,6 +119,15 @@ def test_the_reference_is_computed_once(tmp_path, monkeypatch):
         counts.clear()
 
 
+def test_the_reference_that_runs_record_depends_on_neither_processes_nor_sharding(runs):
+    def recorded(*jobs):
+        return {json.loads((runs[job].folder / "model" / "hftune.json").read_text()).get("reference") for job in jobs}
+
+    (whole,) = recorded(*(("whole", size) for size in SIZES), ("resumed", 2), ("sharded", 2), ("stages", 2))
+    (lora,) = recorded(*(("lora", size) for size in SIZES))
+    assert whole and len(lora.split()) == 2 and recorded(("orpo", 1)) == {None}
+
+
 def test_another_reference_is_refused_on_resume_and_in_evaluations(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     words = (*SMALL, "eval.every=never", "checkpoint.every=1", f"output_dir={tmp_path}/run")
