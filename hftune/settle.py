@@ -126,7 +126,7 @@ def settle_packing(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     reason = strategy.tried(model, tried)
     check_spreadable(recipe.task, model, strategy.together, reason)
     if reason is None:
-        strategy.collate_packed = collate_for(model, recipe.task)
+        strategy.collate_packed = collate_for(model, recipe.task, recipe.parallel.context)
         if (teacher := parts.teacher) is not None:
             kinds = {getattr(type(each), "find_packing", None) for each in (model, teacher.model)}
             reason = "its layers pack in another way" if len(kinds) > 1 else strategy.on_main(lambda: tried(teacher.model))

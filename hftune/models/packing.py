@@ -83,9 +83,9 @@ class Packing(RealTokens):
     context: Any = None
     """``hftune.strategies.context.Context`` where processes share the tokens out: ``indices_N`` then has those of this one, and
     unpacking puts zeros elsewhere."""
-    shared: tuple[Tensor, Tensor, Tensor] | None = None
-    """If texts share beginnings: which of the N tokens that are computed each of the M is; which of the M are computed, (N,);
-    and where the M are in the flattened batch. ``lengths`` and ``starts`` are of the M."""
+    shared: tuple[Tensor, Tensor] | None = None
+    """If texts share beginnings: which of the N tokens that are computed each of the M is; and which of the M are computed,
+    (N,). ``lengths`` and ``starts`` are of the M."""
 
     @classmethod
     def of(cls, mask_BT: Tensor) -> Packing:
@@ -113,11 +113,7 @@ class Packing(RealTokens):
         at_M = places_M.where(~is_shared_M, starts[sources_B[texts_M]] + inner_M)
         computed_N = (~is_shared_M).nonzero().flatten()
         which_M = ((~is_shared_M).cumsum(0) - 1)[at_M]
-        return replace(self, indices_N=self.indices_N[computed_N], shared=(which_M, computed_N, self.indices_N))
-
-    @property
-    def unshared(self) -> Packing:
-        return self if self.shared is None else replace(self, indices_N=self.shared[2], shared=None)
+        return replace(self, indices_N=self.indices_N[computed_N], shared=(which_M, computed_N))
 
     @cached_property
     def longest(self) -> int:

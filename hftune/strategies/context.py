@@ -51,7 +51,6 @@ class Context:
 
         If there are fewer tokens than processes, it stays as it is: each of them computes all.
         """
-        packing = packing.unshared  # attention sees whole texts
         if len(packing.indices_N) < self.size:
             self.tokens = None
             return packing

@@ -29,12 +29,17 @@ def collate_packed(
     return {**batch, PACKING: packing}
 
 
-def collate_for(model: nn.Module, task: Task) -> Callable[[list[Any]], dict[str, Any]]:
-    """Return ``collate_packed`` of a model. It shares beginnings, unless it has kinds of tokens, or counts them for experts."""
+def collate_for(model: nn.Module, task: Task, context: int = 1) -> Callable[[list[Any]], dict[str, Any]]:
+    """Return ``collate_packed`` of a model. Beginnings are shared, unless it has kinds of tokens, or counts them for experts.
+
+    Args:
+        context: ``parallel.context``; processes that share tokens out share no beginnings, nor does one in their place.
+    """
     from hftune.models.packing import find_packing
 
     find = getattr(type(model), "find_packing", find_packing)
-    return partial(collate_packed, task, find, find is find_packing and not hasattr(model, "load_balancing"))
+    shares = context == 1 and find is find_packing and not hasattr(model, "load_balancing")
+    return partial(collate_packed, task, find, shares)
 
 
 def inputs_of(task: Task, batch: Mapping[str, Any], scores_head: bool = False) -> dict[str, Any]:

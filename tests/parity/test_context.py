@@ -31,7 +31,8 @@ CHATS = (
     *("adapter.type=lora", "adapter.dropout=0.1", "eval.metric=loss", "train.gradient_checkpointing=true"),
     *("task.generation=null", "train.epochs=2", "train.log_every=1"),
 )
-NAMES = ("reviews", "blocks", "chats", "opt")
+PAIRS = ("recipe=dpo_demo", *CHATS[1:-3], *CHATS[-2:])
+NAMES = ("reviews", "blocks", "chats", "opt", "pairs")
 OPT = "model_type: opt, hidden_size: 32, ffn_dim: 64, num_hidden_layers: 2, num_attention_heads: 4"
 
 
@@ -50,7 +51,7 @@ def files(folder):
 
 @pytest.fixture(scope="module")
 def runs(folder, files):
-    jobs = {"reviews": REVIEWS, "blocks": (*BLOCKS, *files), "chats": CHATS}
+    jobs = {"reviews": REVIEWS, "blocks": (*BLOCKS, *files), "chats": CHATS, "pairs": PAIRS}
     adapters = ("adapter.type=lora", "adapter.dropout=0.3", "train.lr=1e-2")  # OPT gives some of them tokens without a batch
     jobs["opt"] = (BLOCKS[0], *BLOCKS[2:], *files, f"task.model_config={{{OPT}, dropout: 0.0}}", *adapters)
     again = (*REVIEWS, TWO, f"output_dir={folder / 'again'}")

@@ -17,12 +17,10 @@ SHARED = torch.arange(2).repeat(2), torch.tensor([0, 0, 3, 1])
 def test_what_is_computed_and_what_is_taken_from_where():
     packing = Packing.of(MASK).sharing(*SHARED)
     assert packing.lengths == (4, 3, 5, 2) and packing.shape == (4, 5)
-    which, computed, places = (tensor.tolist() for tensor in packing.shared)
+    which, computed = (tensor.tolist() for tensor in packing.shared)
     assert which == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 7, 8, 4, 9]
-    assert computed == [0, 1, 2, 3, 4, 5, 6, 10, 11, 13] and [places[index] for index in computed] == packing.indices_N.tolist()
-    whole = Packing.of(MASK)
-    assert packing.unshared.indices_N.tolist() == whole.indices_N.tolist() and packing.unshared.shared is None
-    assert whole.unshared is whole
+    assert computed == [0, 1, 2, 3, 4, 5, 6, 10, 11, 13]
+    assert packing.indices_N.tolist() == Packing.of(MASK).indices_N[computed].tolist()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
@@ -37,7 +35,7 @@ def test_hidden_states_and_gradients_are_those_of_whole_texts(kind):
     packing, found = Packing.of(MASK).sharing(*SHARED), []
     seen = packing.unpack(torch.ones(1, len(packing.indices_N))).bool()
     assert seen.sum() == MASK.sum() - 4
-    for one in (packing.unshared, packing):
+    for one in (Packing.of(MASK), packing):
         model.zero_grad()
         with without_masks():
             logits = model(input_ids=ids, attention_mask=MASK, packing=one, use_cache=False).logits
