@@ -34,7 +34,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from contest import start, take_turns
+from figure import COLOURS, STYLE
 from record import HERE, parse_options, print_table, save
+from sft_scale import trl_settings
 
 if TYPE_CHECKING:  # the process that starts the others needs no torch
     from matplotlib.axes import Axes
@@ -53,7 +55,6 @@ LONG = (
     "tie_word_embeddings: false}",
     *("replace=[task.model_config]", "task.vocab_size=4096", "task.max_length=512"),
 )
-COLOURS = {2: "#f28e2b", 4: "#1f3b73"}
 Curves = dict[str, list[float]]
 """The ``loss`` and the gradient ``norm`` (before clipping) of each step."""
 
@@ -178,7 +179,7 @@ def trl_trainer(recipe: Recipe, **settings: Any) -> Any:
 
     from hftune.build import build_model, load_datasets, plan_batches
 
-    task, config = recipe.task, recipe.train
+    task = recipe.task
     samples, tokenizer = load_datasets(recipe)["train"], task.text_tokenizer
     order = [int(index) for step in plan_batches(recipe, samples).epoch(0) for part in step for index in part.samples]
     sides = {"dpo": ("chosen", "rejected"), "kto": ("completion",)}[method := "kto" if "kto" in recipe.recipe else "dpo"]
@@ -194,23 +195,10 @@ def trl_trainer(recipe: Recipe, **settings: Any) -> Any:
     trainer_of, settings_of = kinds[method]
     arguments = settings_of(
         f"{recipe.output_dir}-trl",
-        num_train_epochs=1,
-        train_sampling_strategy="sequential",
-        learning_rate=config.lr,
-        lr_scheduler_type=config.schedule,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.betas[0],
-        adam_beta2=config.betas[1],
-        adam_epsilon=config.eps,
-        max_grad_norm=config.clip_norm,
         beta=0.1,
         max_length=task.max_length,
-        bf16=False,
         gradient_checkpointing=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
+        **trl_settings(recipe),
         **settings,
     )
     rows, model = Dataset.from_list([texts(samples[index]) for index in order]), build_model(recipe)
@@ -343,14 +331,7 @@ def draw(curves: Mapping[str, Mapping[str, Mapping[int, Curves]]], path: Path) -
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    settings = {
-        "svg.hashsalt": "hftune",
-        "font.size": 9,
-        "axes.titlesize": 9.5,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(STYLE):
         # A background of its own, so that the lines keep their contrast on a dark page.
         canvas, panels = pyplot.subplots(1, 4, figsize=(9.6, 2.9), sharey=True, layout="constrained", facecolor="white")
         places = [(method, kind) for method in curves for kind in ("loss", "norm")]

@@ -155,6 +155,17 @@ def train_with_hftune(recipe: Recipe) -> Curves:
     return {"loss": [line["train/loss"] for line in steps], "norm": [line["train/grad_norm"] for line in steps]}
 
 
+def trl_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings of TRL's trainers for what a recipe says, on CPUs, with the samples in their order."""
+    config = recipe.train
+    return {
+        **{"num_train_epochs": 1, "train_sampling_strategy": "sequential", "max_grad_norm": config.clip_norm},
+        **{"learning_rate": config.lr, "lr_scheduler_type": config.schedule, "weight_decay": config.weight_decay},
+        **{"adam_beta1": config.betas[0], "adam_beta2": config.betas[1], "adam_epsilon": config.eps},
+        **{"bf16": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True},
+    }
+
+
 def train_with_trl(recipe: Recipe, batches: Sequence[list[dict[str, list[int]]]], accumulation: int) -> Curves:
     """Return what SFTTrainer logs. Collective."""
     from datasets import Dataset
@@ -167,22 +178,9 @@ def train_with_trl(recipe: Recipe, batches: Sequence[list[dict[str, list[int]]]]
         f"{recipe.output_dir}-trl",
         per_device_train_batch_size=config.micro_batch_size,
         gradient_accumulation_steps=accumulation,
-        train_sampling_strategy="sequential",
-        num_train_epochs=1,
-        learning_rate=config.lr,
-        lr_scheduler_type=config.schedule,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.betas[0],
-        adam_beta2=config.betas[1],
-        adam_epsilon=config.eps,
-        max_grad_norm=config.clip_norm,
         max_length=None,
-        bf16=False,
         logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
+        **trl_settings(recipe),
     )
     samples = Dataset.from_list([sample for batch in batches for sample in batch])
     trainer = SFTTrainer(build_model(recipe), settings, train_dataset=samples, processing_class=recipe.task.text_tokenizer)

@@ -125,7 +125,7 @@ class RunReward:
         if len(recipe.task.input_columns()) != 2:
             raise self._no_scores(recipe.task)
         self.digest = [self.name, stamps(folder)]
-        self.compared = [self.name, [[file, size] for file, size, _ in stamps(folder)]]
+        self.compared = [self.name, [[file, size] for file, size, _ in self.digest[1]]]
 
     @cached_property
     def model(self) -> TrainedModel:

@@ -29,6 +29,8 @@ PROBLEMS = (
 )
 """Why a sample cannot be compared: problem k, from 1, of ``encoded``."""
 EQUAL, EMPTY, LONG, UNWRITABLE, ALONE, UNLIKE, UNASKED, UNJUDGED, NO_MARGIN = range(1, 1 + len(PROBLEMS))
+PAIR = {"chosen": [], "chosen_labels": [], "rejected": [], "rejected_labels": [], "margin": 0.0}
+"""What ``pair_tokens`` returns, of a row with a problem."""
 _HH_TURN = re.compile(r"\n\n(Human|Assistant):")
 _HH_ROLES = {"Human": "user", "Assistant": "assistant"}
 
@@ -102,45 +104,19 @@ def conversation_of(row: Mapping[str, Any], columns: Mapping[str, str], answer: 
     return chat
 
 
-def encode(
-    rows: dict[str, list],
-    indices: list[int],
-    chats: ChatFormat,
-    columns: Mapping[str, str],
-    max_length: int,
-    drops: bool,
-    whole: bool,
-) -> dict[str, list]:
-    """Tokenize some rows, given as lists of the values of each column.
-
-    Args:
-        whole: as ``ChatFormat.whole`` does.
-
-    Returns:
-        chosen and chosen_labels, rejected and rejected_labels; row, its index; problem, 0 or the number of one of PROBLEMS; and
-        margin, 0 without a column of margins. A row with a problem has no tokens.
-
-    Raises:
-        BadChat: a row cannot be written as chats; unless ``drops``.
-    """
-    names = [name for side in SIDES for name in (side, f"{side}_labels")]
-
-    def read(row: dict[str, Any]) -> list[Any]:
-        return [*_tokens(row, chats, columns, max_length, whole), _margin(row, columns)]
-
-    return encoded(rows, indices, read, {**{name: [] for name in names}, "margin": 0.0}, drops)
-
-
 def encoded(
     rows: dict[str, list],
     indices: list[int],
-    read: Callable[[dict[str, Any]], list[Any]],
+    read: Callable[..., list[Any]],
     empty: Mapping[str, Any],
     drops: bool,
+    **settings: Any,
 ) -> dict[str, list]:
     """Return what ``read`` makes of each row, by the names in ``empty``; row, its index; and problem.
 
     Args:
+        rows: lists of the values of each column.
+        read: takes a row, and the settings.
         empty: what a row with a problem has instead.
 
     Returns:
@@ -153,7 +129,7 @@ def encoded(
     for place, index in enumerate(indices):
         problem, values = 0, list(empty.values())
         try:
-            values = read({name: column[place] for name, column in rows.items()})
+            values = read({name: column[place] for name, column in rows.items()}, **settings)
         except BadPair as error:
             problem = error.problem
         except ChatError as error:
@@ -174,16 +150,25 @@ def _margin(row: Mapping[str, Any], columns: Mapping[str, str]) -> float:
     return float(margin)
 
 
-def _tokens(
+def pair_tokens(
     row: Mapping[str, Any], chats: ChatFormat, columns: Mapping[str, str], max_length: int, whole: bool
-) -> list[list[int]]:
+) -> list[Any]:
+    """Tokenize a row: chosen and chosen_labels, rejected and rejected_labels; and margin, 0 without a column of margins.
+
+    Args:
+        whole: as ``ChatFormat.whole`` does.
+
+    Raises:
+        BadPair: it has a problem.
+        ChatError: it cannot be written as chats.
+    """
     both = zip(SIDES, pair_of(row, columns), strict=True)
     samples = [sample_of(row, messages, side, chats, columns, whole) for side, messages in both]
     if samples[0] == samples[1]:
         raise BadPair(EQUAL)
     if max(len(sample.input_ids) for sample in samples) > max_length:
         raise BadPair(LONG)
-    return [part for sample in samples for part in (sample.input_ids, sample.labels)]
+    return [*(part for sample in samples for part in (sample.input_ids, sample.labels)), _margin(row, columns)]
 
 
 def sample_of(

@@ -11,7 +11,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, cast
 
 from hftune.data.messages import ChatError, messages_of
-from hftune.data.preferences import LONG, UNJUDGED, BadPair, conversation_of, encoded, listed, sample_of
+from hftune.data.preferences import LONG, UNJUDGED, BadPair, conversation_of, listed, sample_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 TEXTS = ("completion", "mismatched")
 """Texts of a sample: the prompt with its own answer, and with one to another prompt."""
+JUDGED = {"completion": [], "completion_labels": [], "label": False, "start": 0, "prompt": 0}
+"""What ``judged_tokens`` returns, of a row with a problem."""
 
 
 def judged_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -43,40 +45,30 @@ def judged_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[dict[s
     return messages_of({"messages": [*before, *chat[start:]]})
 
 
-def encode(
-    rows: dict[str, list],
-    indices: list[int],
-    chats: ChatFormat,
-    columns: Mapping[str, str],
-    max_length: int,
-    drops: bool,
-    whole: bool,
-) -> dict[str, list]:
-    """Tokenize some rows, given as lists of the values of each column.
+def judged_tokens(
+    row: Mapping[str, Any], chats: ChatFormat, columns: Mapping[str, str], max_length: int, whole: bool
+) -> list[Any]:
+    """Tokenize a row: completion and completion_labels; label; start, the tokens of the prompt; and prompt, their digest.
 
-    Returns:
-        completion and completion_labels; label; start, the tokens of the prompt; prompt, their digest, 8 bytes; and row and
-        problem, see ``encoded``.
+    Args:
+        whole: as ``ChatFormat.whole`` does.
 
     Raises:
-        BadChat: a row cannot be written as a chat; unless ``drops``.
+        BadPair: it has a problem.
+        ChatError: it cannot be written as a chat.
     """
     import numpy as np
 
-    def read(row: dict[str, Any]) -> list[Any]:
-        label = row[columns["label_column"]]
-        if label is None:
-            raise BadPair(UNJUDGED)
-        sample = sample_of(row, judged_of(row, columns), "completion", chats, columns, whole)
-        ids, labels = sample.input_ids, sample.labels
-        if len(ids) > max_length:
-            raise BadPair(LONG)
-        start = 1 + next(place for place, target in enumerate(labels) if target >= 0)
-        digest = blake2b(np.asarray(ids[:start], np.int64).tobytes(), digest_size=8).digest()
-        return [ids, labels, label, start, int.from_bytes(digest, "big", signed=True)]
-
-    empty = {"completion": [], "completion_labels": [], "label": False, "start": 0, "prompt": 0}
-    return encoded(rows, indices, read, empty, drops)
+    label = row[columns["label_column"]]
+    if label is None:
+        raise BadPair(UNJUDGED)
+    sample = sample_of(row, judged_of(row, columns), "completion", chats, columns, whole)
+    ids, labels = sample.input_ids, sample.labels
+    if len(ids) > max_length:
+        raise BadPair(LONG)
+    start = 1 + next(place for place, target in enumerate(labels) if target >= 0)
+    digest = blake2b(np.asarray(ids[:start], np.int64).tobytes(), digest_size=8).digest()
+    return [ids, labels, label, start, int.from_bytes(digest, "big", signed=True)]
 
 
 def others_of(starts_N: np.ndarray, sizes_N: np.ndarray, prompts_N: np.ndarray, max_length: int) -> np.ndarray:

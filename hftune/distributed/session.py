@@ -6,7 +6,6 @@ import atexit
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from accelerate import Accelerator
@@ -95,7 +94,7 @@ class Session(Heartbeat):
         collectives: Any,
         datasets: Mapping[str, Any],
         commits: Mapping[str, str],
-        weights: Mapping[str, str] = MappingProxyType({}),
+        weights: Mapping[str, str] | None = None,
     ) -> dict[str, str]:
         """Make sure that all processes run the same code and recipe on the same data. Collective.
 
@@ -112,7 +111,7 @@ class Session(Heartbeat):
             ConfigError: on every process, naming those that differ from the main process, their host, and in what.
         """
         self.progress.stage("comparing recipe and data with the other processes")
-        digests = {**data_digests(self.recipe.task, datasets), **weights}
+        digests = {**data_digests(self.recipe.task, datasets), **(weights or {})}
         check_same(collectives, fingerprint(self.recipe) | {"data": digests, "commits": dict(commits)})
         return digests
 

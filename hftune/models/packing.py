@@ -102,8 +102,8 @@ class Packing(RealTokens):
     def sharing(self, sources_B: Tensor, counts_B: Tensor) -> Packing:
         """Compute the beginnings of texts once: the first ``counts_B`` tokens of each are those of the text ``sources_B``.
 
-        Whose own beginning is computed. Unpacking puts zeros in their place; where a text's attention is causal, they are all
-        that it changes.
+        Such a text has a count of 0 itself. Unpacking puts zeros where nothing was computed; all else is as it would be, as
+        attention is causal.
         """
         counts = torch.tensor(self.lengths)
         starts, texts_M = self.starts[:-1].long(), torch.arange(len(counts)).repeat_interleave(counts)

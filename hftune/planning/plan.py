@@ -198,9 +198,8 @@ def planned_batches(recipe: Recipe, batches: BatchPlan, model: nn.Module | None)
     if is_whole or not may_be_packed(recipe, batches, model) or not seems_packable(model):
         compute_padding(model)
         return batches, recipe.task.collate
-    return without_padding(recipe.train, batches, recipe.parallel.pipeline_stages), collate_for(
-        model, recipe.task, recipe.parallel.context
-    )
+    batches = without_padding(recipe.train, batches, recipe.parallel.pipeline_stages)
+    return batches, collate_for(model, recipe.task, recipe.parallel.context)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from hftune.data.messages import ChatError
-from hftune.data.preferences import SIDES, encode, pair_of
+from hftune.data.preferences import PAIR, SIDES, pair_of, pair_tokens
 from hftune.metrics.records import directions
 from hftune.tasks.judged_answers import JudgedAnswers
 from hftune.tasks.text import beginning
@@ -57,7 +57,7 @@ class AnswerPairs(JudgedAnswers):
     def tokenized(self, split: str) -> Texts:
         """Return the pairs of a split: chosen and chosen_labels, rejected and rejected_labels, their row and margin; and
         dropped, see ``written_samples``."""
-        return self.written_samples(split, encode)
+        return self.written_samples(split, pair_tokens, PAIR)
 
     def pair_rows(self, batch: Batch, losses_B: Tensor, rewards_BS: Tensor, **others_BS: Tensor) -> list[dict[str, Any]]:
         """Return rows of prompt (its end), both answers (their beginnings, the last ones), their rewards, tokens, and what

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hftune.data.preferences import PROBLEMS, PROMPTS
+from hftune.data.preferences import PROBLEMS, PROMPTS, encoded
 from hftune.errors import DataError
 from hftune.tasks.chat_task import ChatTask
 from hftune.tasks.text import NO_LABEL, SeveralTexts, head_losses
@@ -58,8 +59,8 @@ class JudgedAnswers(ChatTask, SeveralTexts):
         """Whether samples with PROBLEMS are left out."""
         return getattr(self, self._bad) == "drop"
 
-    def written_samples(self, split: str, encode: Callable[..., dict[str, list]]) -> Texts:
-        """Return the samples of a split: what ``encode`` makes of its rows, and dropped: in the first of them, how many rows
+    def written_samples(self, split: str, read: Callable[..., list[Any]], empty: Mapping[str, Any]) -> Texts:
+        """Return the samples of a split: what ``encoded`` makes of its rows, and dropped: in the first of them, how many rows
         were left out for each of PROBLEMS.
 
         Raises:
@@ -82,6 +83,7 @@ class JudgedAnswers(ChatTask, SeveralTexts):
             dropped[0] = counts
             return {**arrays, "dropped": dropped}
 
+        encode = partial(encoded, read=read, empty=empty)
         return self.written(self.samples_are, split, encode, self.encode_settings, good)
 
     def depends_on(self, split: str) -> list[Any]:

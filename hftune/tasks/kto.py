@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hftune.config.keys import key
 from hftune.data.messages import ChatError
 from hftune.data.preferences import ALONE
-from hftune.data.unpaired import TEXTS, encode, judged_of, mismatched, others_of
+from hftune.data.unpaired import JUDGED, TEXTS, judged_of, judged_tokens, mismatched, others_of
 from hftune.errors import DataError
 from hftune.metrics.records import directions
 from hftune.task import BatchLossTask
@@ -89,7 +89,7 @@ class KTO(JudgedAnswers, BatchLossTask):
         kind = getattr(self.rows[split].features[self.label_column], "dtype", "lists")
         if kind != "bool":
             raise DataError(f"task.label_column={self.label_column} of the {split} split holds {kind}, not true and false.")
-        samples = self.written_samples(split, encode)
+        samples = self.written_samples(split, judged_tokens, JUDGED)
 
         def make() -> dict[str, Any]:
             starts_N, prompts_N, rows_N = (column_of(samples, name) for name in ("start", "prompt", "row"))

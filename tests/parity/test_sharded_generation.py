@@ -10,6 +10,8 @@ from tests.support.runs import FSDP, SMALL, Command, train_on, write_jsonl
 
 FEW = ("train.max_steps=2", "train.batch_size=16", "train.micro_batch_tokens=400", "train.log_every=1", "eval.batch_size=4")
 FEW = (*FEW, "task.max_train_samples=64", "task.max_eval_samples=12", "train.mixed_precision=no", "task.vocab_size=400")
+# Weights differ by 1e-6 between DDP and FSDP after two steps, which may tip a draw: of 10 rows, one of "sampled" is so close to
+# a border, while each of the two models gives the same texts on one process and on shards. Of these 12, none is.
 SHORT = ("task.model_config.max_position_embeddings=40", "task.max_length=40")
 T5 = "{model_type: t5, d_model: 32, d_kv: 8, d_ff: 48, num_layers: 2, num_heads: 4, dropout_rate: 0.0, initializer_factor: 3.0}"
 JOBS = {
