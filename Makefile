@@ -25,8 +25,11 @@ unit: $(VENV)/.installed-dev
 test:
 	$(MAKE) --no-print-directory --jobs 2 static suite  # types are checked while pytest imports
 
+# Many tests wait, hence 4 workers; the long files come first, as in testpaths. Some measure time between processes, which a busy
+# machine may stop for seconds: the few that fail are run once more, with nothing beside them, and must pass. Both runs are printed.
+AGAIN = echo "Once more, alone:" && $(BIN)/python -m pytest -vv --last-failed --last-failed-no-failures none
 suite: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder  # many tests wait; the long files first, as in testpaths
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder || { [ $$? -eq 1 ] && $(AGAIN); }
 
 static: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff check .

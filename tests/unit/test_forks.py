@@ -153,6 +153,14 @@ def until_asked():
     return 0
 
 
+def until(there):
+    """Wait until it is there: the other processes may begin later than this one."""
+    until_s = time.monotonic() + 30
+    while not there():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
 def report(text):
     message = {"message": text, "extraInfo": {"timestamp": 1, "kind": "TrainingError"}}
     Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
@@ -166,13 +174,14 @@ def train(folder, step):
 
 def test_one_that_is_killed_is_replaced_and_the_others_start_anew(run, tmp_path, capfd):
     def work(rank, number, folder):
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
         (tmp_path / f"{number}-{rank}-of-{os.environ['WORLD_SIZE']}").touch()
         if number == 1:
             return 0
         if rank == 1:
+            until(lambda: len(list(tmp_path.glob("0-*"))) == 3)
             train(tmp_path, 7)
             return killed()
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
         return until_asked()
 
     code, _ = run(work, 1, 3)
@@ -267,10 +276,11 @@ def test_a_store_that_ends_is_a_loss(run, tmp_path, monkeypatch):
 def test_a_signal_between_two_rounds_stops_the_job(run, tmp_path):
     def work(rank, number, folder):
         if rank == 0:
-            time.sleep(0.2)
+            until((tmp_path / "listens").exists)
             train(tmp_path, 3)
             return killed()
         signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGINT) or os._exit(75))
+        (tmp_path / "listens").touch()
         return until_asked()
 
     code, _ = run(work, 1, 2)
