@@ -35,7 +35,7 @@ from hftune.strategies.contract import check_sums, needs_two_samples
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.pipeline_stages import check_stages
 from hftune.strategies.statistics import has_running_statistics
-from hftune.strategies.teacher import Teacher, load_teacher, teacher_folder
+from hftune.strategies.teacher import Teacher, load_named, load_teacher, named_folder
 
 
 @dataclass
@@ -58,6 +58,10 @@ class Parts:
     """On the main process of a run that begins: the digest of its weights, see ``weights_digest``."""
     teacher: Teacher | None = None
     """Of ``train.teacher``."""
+    compared: nn.Module | None = None
+    """The model of ``train.reference``, on the CPU, until the references are known."""
+    commits: dict[str, str] = field(default_factory=dict)
+    """Of the models on the Hub that keys of ``train`` name."""
     notices: list[str] = field(default_factory=list)
     """What the user should know, one sentence each; on the main process."""
     model_name: str = field(init=False)
@@ -111,6 +115,11 @@ def build(recipe: Recipe, progress: Progress, datasets: Mapping[str, Any] | None
     if recipe.train.teacher is not None:
         progress.stage("loading the teacher")
         parts.teacher = load_teacher(recipe.task, recipe.train)
+        parts.commits |= parts.teacher.commits
+    if recipe.train.reference is not None:
+        progress.stage("loading the reference")
+        parts.compared, commits = load_reference(recipe)
+        parts.commits |= commits
     return parts
 
 
@@ -121,8 +130,15 @@ def check_names(recipe: Recipe) -> None:
     check_installed(recipe.adapter)
     if (path := own_weights(recipe)) is not None:
         weight_files(path)
-    if recipe.train.teacher is not None:
-        teacher_folder(recipe.train.teacher)
+    for key in ("teacher", "reference"):
+        if (name := getattr(recipe.train, key)) is not None:
+            named_folder(f"train.{key}", name)
+
+
+def load_reference(recipe: Recipe) -> tuple[nn.Module, dict[str, str]]:
+    """Load the model of ``train.reference``, see ``load_named``."""
+    config = recipe.train
+    return load_named(recipe.task, "train.reference", config.reference or "", config.reference_revision)
 
 
 def check_skip(config: TrainConfig, num_steps: int) -> None:

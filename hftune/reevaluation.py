@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
-from hftune.build import build_model, choose_strategy, load_datasets, may_leave_weights
+from hftune.build import build_model, choose_strategy, load_datasets, load_reference, may_leave_weights
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, open_checkpoint
 from hftune.checkpoints.export import read_about
 from hftune.checkpoints.output_dir import check_base, check_reference
@@ -28,7 +27,7 @@ from hftune.evaluation import evaluate as evaluate_split
 from hftune.inference import load_for_all
 from hftune.models.adapters import base_digest, has_adapter
 from hftune.optim import build_optimizer
-from hftune.settle import add_references, settle_head, unread_names
+from hftune.settle import add_references, references_of_another, settle_head, unread_names
 from hftune.strategies.averages import averages_itself
 from hftune.strategies.base import Strategy
 from hftune.strategies.compilation import compile_model
@@ -99,8 +98,15 @@ def evaluate(
         elif recipe.train.compile:
             compile_model(built)
         accelerator = session.join()
-        if checkpoint is None and recipe.task.reference_fields:
-            accelerator = compare_with_start(recipe, session, accelerator, datasets[split], model)
+        reference, named = None, recipe.train.reference is not None
+        if recipe.task.reference_fields and (named or checkpoint is None):
+            other = load_reference(recipe)[0] if named else build_model(recipe, leaves_weights=may_leave_weights(recipe))
+            optimizer = torch.optim.SGD(other.parameters()) if named else build_optimizer(other, recipe)
+            reference = references_of_another(recipe, session.progress, other, optimizer, [datasets[split]])
+            if checkpoint is None:
+                check_reference(str(model), read_about(model).get("reference"), reference)
+            accelerator = start_accelerator(recipe.train)
+            del other, optimizer
         strategy = choose_strategy(accelerator, recipe, session.progress)
         unread = unread_names(strategy, built)
         base = base_digest(built) if saved is not None and has_adapter(built) and not unread else None
@@ -112,7 +118,7 @@ def evaluate(
         strategy.prepare(built, torch.optim.SGD(built.parameters()) if checkpoint is None else build_optimizer(built, recipe))
         if checkpoint is not None:
             base = strategy.sharding.base_digest() if unread else base
-            reference = add_references(recipe, strategy, built, base, [datasets[split]])
+            reference = reference or add_references(recipe, strategy, built, base, [datasets[split]])
             load_weights(strategy, checkpoint, saved, digests, base, reference)
         session.progress.stage("the evaluation")
         config = replace(recipe.eval, show_samples=show_samples)
@@ -125,22 +131,6 @@ def evaluate(
     score = Score(evaluation.metrics, folder, len(datasets[split]), strategy.num_processes, strategy.is_main, step, evaluation)
     score.notices += [*notices, *strategy.notices()]
     return score
-
-
-def compare_with_start(recipe: Recipe, session: Session, accelerator: Accelerator, dataset: Any, path: Path) -> Accelerator:
-    """Give samples what they need of the model that the training began with, and return a fresh accelerator. Collective.
-
-    Raises:
-        ConfigError: the finished model at the path began with another one.
-    """
-    model = build_model(recipe, leaves_weights=may_leave_weights(recipe))
-    strategy = choose_strategy(accelerator, recipe, session.progress)
-    unread = unread_names(strategy, model)
-    base = base_digest(model) if has_adapter(model) and not unread else None
-    strategy.prepare(model, build_optimizer(model, recipe))
-    reference = add_references(recipe, strategy, model, strategy.sharding.base_digest() if unread else base, [dataset])
-    check_reference(str(path), read_about(path).get("reference"), reference)
-    return start_accelerator(recipe.train)
 
 
 def load_weights(

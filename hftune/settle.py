@@ -16,11 +16,13 @@ import torch
 from torch import nn
 
 from hftune.batch_plan import SURVEYED, BatchPlan, MicroBatch, by_length, known_lengths
-from hftune.build import Parts, check_micro_batches, first_epoch
+from hftune.build import Parts, check_micro_batches, choose_strategy, first_epoch
 from hftune.config import EvalConfig, Recipe, TrainConfig
 from hftune.data.cache import cached_arrays, kept_arrays, saying
 from hftune.data.digest import content_digest
+from hftune.distributed.accelerator import start_accelerator
 from hftune.distributed.devices import precision_notices
+from hftune.distributed.progress import Progress
 from hftune.errors import ConfigError
 from hftune.evaluation import evaluate
 from hftune.models.adapters import base_digest, has_adapter, packed_digest
@@ -271,6 +273,10 @@ def prepare(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
         )
     settle_teacher(recipe, strategy, parts)
     settle_packing(recipe, strategy, parts)
+    if (compared := parts.compared) is not None:
+        optimizer, parts.compared = torch.optim.SGD(compared.parameters()), None
+        parts.reference = references_of_another(recipe, strategy.progress, compared, optimizer, parts.datasets.values())
+        del compared, optimizer
     plan, train, *others = parts.plan, *parts.datasets.values()
     evaluated = 0 if recipe.eval.is_off and "test" not in parts.datasets else recipe.eval.batch_size
     rows = max(evaluated, min(plan.batch_size, plan.micro_batch_size or plan.batch_size))
@@ -281,14 +287,33 @@ def prepare(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     if parts.base is not None:
         strategy.model.known_base_digest = parts.base  # exports name it
     strategy.sharding.begin_training(keeps_average=recipe.train.ema_decay is not None)
-    parts.reference = add_references(recipe, strategy, model, parts.base, parts.datasets.values())
+    if parts.reference is None:
+        parts.reference = add_references(recipe, strategy, model, parts.base, parts.datasets.values())
     parts.notices += [*strategy.notices(), *precision_notices(recipe.train, strategy.precision, strategy.device)]
+
+
+def references_of_another(
+    recipe: Recipe, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, datasets: Iterable[Any]
+) -> str | None:
+    """Do the same as ``add_references`` with a model that is not trained here, on a strategy and an accelerator of its own.
+
+    Args:
+        optimizer: of the model; FSDP needs one to share it out.
+    """
+    progress.stage("preparing the reference")
+    strategy = choose_strategy(start_accelerator(recipe.train), recipe, progress)
+    unread = unread_names(strategy, model)
+    base = base_digest(model) if has_adapter(model) and not unread else None
+    first, *others = datasets
+    settle_head(recipe, strategy, model, first, recipe.eval.batch_size, others)
+    strategy.prepare(model, optimizer)
+    return add_references(recipe, strategy, model, strategy.sharding.base_digest() if unread else base, [first, *others])
 
 
 def add_references(
     recipe: Recipe, strategy: Strategy, model: nn.Module, base: str | None, datasets: Iterable[Any]
 ) -> str | None:
-    """Give each sample what ``Hooks.reference_fields`` names, of the starting model, which the strategy holds. Collective.
+    """Give each sample what ``Hooks.reference_fields`` names, of the model that the strategy holds. Collective.
 
     It is computed once for the same model, data and precision, each sample by one process, and kept in the cache.
 
@@ -297,11 +322,11 @@ def add_references(
         base: digest of its frozen weights beside adapters, which change nothing yet; on the main process.
 
     Returns:
-        The digest of the starting model's weights, those of 4 bits aside; None of a task that needs no reference.
+        The digest of the model's weights, those of 4 bits aside; None of a task that needs no reference.
     """
     if not (names := recipe.task.reference_fields):
         return None
-    strategy.progress.stage("computing what the loss needs of the starting model")
+    strategy.progress.stage("computing what the loss needs of the reference")
     reference = strategy.broadcast(" ".join(filter(None, [strategy.sharding.digest(), base])))
     start = [reference, packed_digest(strategy.sharding.model), repr(getattr(model, "config", None)), strategy.precision]
     config = replace(recipe.eval, metrics=[], show_samples=0)

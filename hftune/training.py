@@ -93,10 +93,8 @@ def compare(session: Session, strategy: Strategy, parts: Parts) -> Provenance:
         ConfigError: see ``Session.compare``.
     """
     task = session.recipe.task
-    commits, weights = task.commits(), {}
-    if (teacher := parts.teacher) is not None:
-        weights = {"weights of the teacher": teacher.digest}
-        commits |= teacher.commits
+    commits = task.commits() | parts.commits
+    weights = {} if parts.teacher is None else {"weights of the teacher": parts.teacher.digest}
     digests = session.compare(strategy, parts.datasets, commits, weights)
     parts.notices += strategy.on_main(lambda: task.notices(parts.datasets, parts.model))
     return Provenance(digests, commits, strategy.precision)

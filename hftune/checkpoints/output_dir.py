@@ -305,6 +305,6 @@ def check_reference(path: str, before: str | None, now: str | None, hint: str = 
     """Refuse to compare with another starting model than the training did, or raise ConfigError; older files name none."""
     if None not in (before, now) and before != now:
         raise ConfigError(
-            f"{path} was trained with another reference: the weights that training begins with are others now. Restore "
-            f"task.model, task.weights and adapter as they were when the run began{hint}."
+            f"{path} was trained with another reference, whose weights are others now. Restore task.model, task.weights, "
+            f"adapter and train.reference as they were when the run began{hint}."
         )

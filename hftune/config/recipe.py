@@ -130,7 +130,7 @@ class Recipe(RunConfig):
         """
         self.refuse_secrets()
         problems = [*self.task.validate(), *self._metric_problems(), *self._batch_loss_problems(), *self._adapter_problems()]
-        problems += self._teacher_problems()
+        problems += [*self._named_problems("teacher"), *self._named_problems("reference"), *self._teacher_problems()]
         if is_like_address(str(self.output_dir)) and (problem := address_problem(str(self.output_dir))) is not None:
             problems.append(f"output_dir={self.output_dir}: {problem}")
         self._refuse(*problems)
@@ -191,17 +191,21 @@ class Recipe(RunConfig):
                 "pipeline has its micro-batches one after the other. Leave it at 1; DDP and FSDP can train it."
             )
 
+    def _named_problems(self, kind: str) -> Iterator[str]:
+        """Yield what is wrong with a second model, ``train.teacher`` or ``train.reference``, and the keys beside it."""
+        name, key, origins = getattr(self.train, kind), f"train.{kind}", self.source.origins
+        if name is None and key not in origins:  # null switches off what a base has set
+            for beside in filter(lambda other: other.startswith(f"{key}_"), origins):
+                yield f"{beside}={format_value(getattr(self.train, beside.partition('.')[2]))} needs {key}."
+        if name is not None and not name.strip():
+            yield f"{key} is empty. Name a model, or set it to null."
+        if name is not None and kind == "reference" and not self.task.reference_fields:
+            method = f" with task.method={self.task.method}" if hasattr(self.task, "method") else ""
+            yield f"{key}={name}: {type(self.task).__name__}{method} compares with no other model. Leave it out."
+
     def _teacher_problems(self) -> Iterator[str]:
         if (teacher := self.train.teacher) is None:
-            if "train.teacher" not in self.source.origins:  # null switches off what a base has set
-                yield from (
-                    f"{key}={format_value(getattr(self.train, key.partition('.')[2]))} needs train.teacher."
-                    for key in self.source.origins
-                    if key.startswith("train.teacher_")
-                )
             return
-        if not teacher.strip():
-            yield "train.teacher is empty. Name a model, or set it to null."
         kinds, losses = type(self.task).__mro__, {"loss", "num_items"}
         says = next((kind for kind in kinds if {"item_logits", *losses} & vars(kind).keys()), Task)
         if not hasattr(type(self.task), "item_logits"):

@@ -140,6 +140,11 @@ class TrainConfig(Section):
     teacher_weight: float = key(0.5, gt=0, le=1, changes="forward backward")
     """Weight w of the teacher, in (0, 1]: the loss is (1 - w) times that of the labels, plus w times temperature^2 times the
     divergence KL(teacher || student)."""
+    reference: str | None = key(None, changes="forward backward")
+    """The model that dpo and kto compare with: a name on the Hub (owner/name), a local folder, or the output folder of a run.
+    It has the tokenizer of task.model; its weights leave memory before training begins. null: the model as training begins."""
+    reference_revision: str | None = key(None, changes="forward backward")
+    """Commit, tag or branch of the reference on the Hub. null: the newest commit."""
     ema_decay: float | None = key(None, gt=0, lt=1, changes="output")
     """Decay of an exponential moving average of the weights, in (0, 1), such as 0.999. The average is evaluated and exported;
     training goes on with the weights themselves. After each step it takes in 1 - ema_decay of the weights; more in early steps,

@@ -240,8 +240,9 @@ class Replayer:
         tensors, values = saved
         epoch, place = divmod(self.step, self.plan.num_steps)
         state = asdict(TrainState(self.step, epoch, place))
-        provenance = Provenance(self.digests, self.task.commits(), self.strategy.precision, base=self.parts.base)
-        provenance.reference = self.parts.reference
+        commits = self.task.commits() | self.parts.commits
+        provenance = Provenance(self.digests, commits, self.strategy.precision)
+        provenance.base, provenance.reference = self.parts.base, self.parts.reference
         progress = {"state": state, "values": values, **asdict(provenance), "replayed": self.history.line_digest(self.step)}
         writer = Checkpointer(folder, CheckpointConfig(keep=sys.maxsize))
         writer.write(self.step, tensors, progress, self.recipe.to_yaml(), None, [])

@@ -106,9 +106,12 @@ def environment_differences(replayer: Replayer) -> list[Difference]:
 
     Their texts have both values: "torch 2.12.0 | 2.13.0".
     """
-    start, now = dict(replayer.terms.start), replayer.environment() | {"commits": replayer.task.commits()}
+    start, now = (
+        dict(replayer.terms.start),
+        replayer.environment() | {"commits": replayer.task.commits() | replayer.parts.commits},
+    )
     if (teacher := replayer.strategy.teacher) is not None:
-        now |= {"commits": now["commits"] | teacher.commits, "teacher": teacher.digest}
+        now["teacher"] = teacher.digest
     start["hardware"] = {**start.get("hardware", {})}
     start["hardware"].pop("others", None)  # of processes on other machines
     if replayer.change.without:

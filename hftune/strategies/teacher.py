@@ -22,7 +22,7 @@ from torch.nn.functional import kl_div
 
 from hftune.config import TrainConfig
 from hftune.config.shipped_files import recipe_names
-from hftune.data.files import is_folder, model_commit
+from hftune.data.files import commit_of, is_folder
 from hftune.errors import ConfigError, DataError, first_line
 from hftune.models.kinds import drawn_parameters
 from hftune.models.weights import weights_digest
@@ -41,7 +41,7 @@ class Teacher:
     model: nn.Module
     digest: str = ""
     """The SHA-256 of its weights."""
-    commit: str | None = None
+    commits: Mapping[str, str] = field(default_factory=dict)
     """On the Hub."""
     half: torch.dtype | None = None
     """Of autocast, if it is on."""
@@ -49,10 +49,6 @@ class Teacher:
     """Whether the model takes batches without padding; otherwise it computes the padding of the student's batches."""
     total: Tensor = field(default_factory=lambda: torch.zeros(()))
     """The divergence of the step so far, summed over the items of this process."""
-
-    @property
-    def commits(self) -> dict[str, str]:
-        return {} if self.commit is None else {"train.teacher": self.commit}
 
     def item_logits(self, arguments: Mapping[str, Any], target: Any) -> Tensor | None:
         """Return what the teacher says to the items of a micro-batch, (I, C); None: the task has no such logits."""
@@ -115,8 +111,8 @@ def divergence(student_IC: Tensor, teacher_IC: Tensor, temperature: float) -> Te
     return terms_IC.masked_fill(theirs == -torch.inf, 0).sum()  # p log p is 0 there
 
 
-def teacher_folder(name: str) -> Path | None:
-    """Return the folder of the model that ``train.teacher`` names, on this machine; None: it is on the Hub.
+def named_folder(key: str, name: str) -> Path | None:
+    """Return the folder of the model that ``train.teacher`` or ``train.reference`` names, on this machine; None: on the Hub.
 
     Raises:
         ConfigError: there is no such folder, or no model in it.
@@ -128,55 +124,65 @@ def teacher_folder(name: str) -> Path | None:
     if not folder.is_dir() or (folder / "metrics.jsonl").is_file():  # of a run that has no model yet
         what = "holds no model" if folder.is_dir() else "there is no such folder"
         hint = f" Recipe {run.name} trains one: hftune train recipe={run.name}" if run.name in recipe_names() else ""
-        raise ConfigError(f"train.teacher={name}: {what}. Name a run's output folder, or one of save_pretrained.{hint}")
+        raise ConfigError(f"{key}={name}: {what}. Name a run's output folder, or one of save_pretrained.{hint}")
     return folder
 
 
 def load_teacher(task: Task, config: TrainConfig) -> Teacher:
-    """Load the teacher that ``train.teacher`` names, on the CPU, as the task loads its own exports.
-
-    Args:
-        task: after ``datasets``; it stays as it is.
+    """Load the teacher that ``train.teacher`` names, see ``load_named``.
 
     Raises:
-        ConfigError: there is no such model; it was not trained for such a task; or it has another tokenizer or other classes.
+        ConfigError: as ``load_named``; or it has other classes.
     """
-    name, commit, folder = config.teacher or "", None, teacher_folder(config.teacher or "")
-    if folder is None:
-        from hftune.models.pretrained import CONFIG, PICKLED, TOKENIZER, WEIGHTS, folder_of
-
-        commit = model_commit(name, config.teacher_revision, "train.teacher")
-        folder = folder_of(name, commit, (*CONFIG, *TOKENIZER, *WEIGHTS), "train.teacher")
-        if not any(folder.glob("model*.safetensors")):
-            folder = folder_of(name, commit, PICKLED, "train.teacher")
-    taught = copy(task)  # whose tokenizer will be the teacher's
-    try:
-        with torch.random.fork_rng(devices=[]):  # so that the student's first weights do not depend on it
-            model = taught.load(folder)
-    except Exception as error:  # whatever a task of others raises
-        raise ConfigError(
-            f"train.teacher={name} is no model that {type(task).__name__} can load: {first_line(error)}"
-        ) from error
+    model, commits = load_named(task, "train.teacher", config.teacher or "", config.teacher_revision)
     if (own := getattr(task, "text_tokenizer", None)) is not None and hasattr(model, "config"):
         # A decoder that classifies reads the last token that is no padding, as the student's batches have it.
         model.config.get_text_config().pad_token_id = own.pad_token_id
     digest = weights_digest(model.state_dict().items())  # buffers beside it may differ in rounding between machines
-    teacher = Teacher(task, config, model.eval().requires_grad_(False), digest, commit)
-    if (reason := _foreign(task, taught, model, folder)) is not None:
-        raise teacher.refusal(reason)
-    return teacher
+    return Teacher(task, config, model.eval().requires_grad_(False), digest, commits)
+
+
+def load_named(task: Task, key: str, name: str, revision: str | None) -> tuple[nn.Module, dict[str, str]]:
+    """Load the model that a key names beside ``task.model``, on the CPU, as the task loads its own exports.
+
+    Args:
+        task: after ``datasets``; it stays as it is.
+
+    Returns:
+        The model, and its commit on the Hub by the key, if it is there.
+
+    Raises:
+        ConfigError: there is no such model; it was not trained for such a task; or it has another tokenizer or other classes.
+    """
+    commits, folder = {}, named_folder(key, name)
+    if folder is None:
+        from hftune.models.pretrained import CONFIG, PICKLED, TOKENIZER, WEIGHTS, folder_of
+
+        commits = {key: (commit := commit_of("model", name, revision, key))}
+        folder = folder_of(name, commit, (*CONFIG, *TOKENIZER, *WEIGHTS), key)
+        if not any(folder.glob("model*.safetensors")):
+            folder = folder_of(name, commit, PICKLED, key)
+    loaded = copy(task)  # whose tokenizer will be that of the model
+    try:
+        with torch.random.fork_rng(devices=[]):  # so that the first weights of training do not depend on it
+            model = loaded.load(folder)
+    except Exception as error:  # whatever a task of others raises
+        raise ConfigError(f"{key}={name} is no model that {type(task).__name__} can load: {first_line(error)}") from error
+    if (reason := _foreign(task, loaded, model, folder)) is not None:
+        raise ConfigError(f"{key}={name}: {reason}")
+    return model, commits
 
 
 def _foreign(task: Any, taught: Any, model: nn.Module, folder: Path) -> str | None:
-    """Say why a model cannot teach a task: what it reads or predicts is something else. ``taught``: has loaded it."""
+    """Say why a model cannot stand beside a task's: it reads or predicts something else. ``taught``: has loaded it."""
     is_adapted = (folder / "adapter_config.json").is_file()  # whose head is in the files of the adapters
     if (drawn := drawn_parameters(model)) and not is_adapted:
         return f"it has no {min(drawn)}, so it was not trained for what {type(task).__name__} learns."
     own, theirs = (getattr(each, "text_tokenizer", None) for each in (task, taught))
     if own is not None and own.get_vocab() != theirs.get_vocab():
         return (
-            f"its tokenizer has another vocabulary than the student's ({len(theirs):,} and {len(own):,} tokens), so they do "
-            "not read the same. Choose a teacher and a student of one family."
+            f"its tokenizer has another vocabulary than that of task.model ({len(theirs):,} and {len(own):,} tokens), so they "
+            "do not read the same. Choose two models of one family."
         )
     config, kind = getattr(model, "config", None), getattr(task, "kind", None)
     if len(getattr(task, "text_columns_read", ())) > 1 and hasattr(task, "has_types"):

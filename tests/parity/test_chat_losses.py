@@ -78,7 +78,8 @@ def test_losses_are_those_of_a_plain_loop_over_the_trained_tokens_of_each_step(r
 
 
 def test_twenty_steps_equal_those_of_trl(runs, tmp_path):
-    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    import trl  # takes seconds
+
     recipe = Recipe.load("chats_demo", *ALONE)
     samples, tokenizer = load_datasets(recipe)["train"], recipe.task.text_tokenizer
 

@@ -130,7 +130,8 @@ def test_losses_are_those_of_a_plain_loop_with_a_frozen_copy(alone):
 
 def test_twenty_steps_equal_those_of_trl(alone, tmp_path):
     """On one process, a micro-batch per step: there its baseline is that of the batch, too."""
-    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    import trl  # takes seconds
+
     recipe = Recipe.load("kto_demo", *WHOLE)
     samples, tokenizer = load_datasets(recipe)["train"], recipe.task.text_tokenizer
 

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hftune import DataError, Task
 from hftune.data.demo import articles, digits, pictures, questions, reviews, shapes
-from hftune.tasks import SequenceClassification
+from hftune.tasks import Preferences, SequenceClassification
 
 
 @functools.cache
@@ -571,3 +571,11 @@ class HoldsTheLock(Trapped):
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         ctypes.PyDLL(None).usleep(int(1e6 * self.hold_s))
         return {}
+
+
+@dataclass
+class PrecisePreferences(Preferences):
+    """In float64, so that a comparison is one of formulas, and not of the order in which tokens are added up."""
+
+    def build_model(self) -> nn.Module:
+        return super().build_model().double()

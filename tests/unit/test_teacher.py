@@ -88,7 +88,7 @@ def test_a_teacher_is_frozen_and_leaves_the_task_and_the_random_numbers_alone(re
     teacher = teach(recipe, folder)
     assert torch.equal(torch.get_rng_state(), before) and recipe.task.text_tokenizer is tokenizer
     assert not teacher.model.training and not any(value.requires_grad for value in teacher.model.parameters())
-    assert teacher.digest == teach(recipe, folder).digest and teacher.commit is None
+    assert teacher.digest == teach(recipe, folder).digest and teacher.commits == {}
 
 
 def test_a_teacher_takes_the_padding_of_the_student_and_its_digest_no_buffers_of_a_machine(recipe, folder):
@@ -123,8 +123,8 @@ def test_a_teacher_with_another_tokenizer_is_refused(recipe, folder):
     tokenizer.add_tokens(["zzz"])
     tokenizer.save_pretrained(folder)
     assert refused(recipe, folder) == (
-        ": its tokenizer has another vocabulary than the student's (301 and 300 tokens), so they do not read the same. Choose "
-        "a teacher and a student of one family."
+        ": its tokenizer has another vocabulary than that of task.model (301 and 300 tokens), so they do not read the same. "
+        "Choose two models of one family."
     )
 
 
@@ -150,7 +150,7 @@ def test_a_teacher_that_is_told_pairs_apart_by_token_types_is_refused_if_the_stu
     model = recipe.task.build_model()
     recipe.task.save(model, folder)
     monkeypatch.setattr(type(recipe.task), "text_columns_read", ["text", "text"])
-    assert teach(recipe, folder).commit is None
+    assert teach(recipe, folder).commits == {}
     monkeypatch.setitem(vars(recipe.task), "named_config", type(model.config)(type_vocab_size=1))
     assert refused(recipe, folder) == (
         ": the teacher tells the two texts of a pair apart by token types, and the student has none."
@@ -226,9 +226,11 @@ def test_an_empty_name_is_no_teacher():
         Recipe.load("chats_demo", "train.teacher=''").validate()
 
 
-@pytest.mark.parametrize("word", ["teacher_weight=0.1", "teacher_temperature=3.0", "teacher_revision='main'"])
-def test_keys_of_a_teacher_without_one_are_refused(word):
-    with pytest.raises(ConfigError, match=f"train.{word} needs train.teacher"):
+@pytest.mark.parametrize(
+    "word", ["teacher_weight=0.1", "teacher_temperature=3.0", "teacher_revision='main'", "reference_revision='main'"]
+)
+def test_keys_of_a_second_model_without_one_are_refused(word):
+    with pytest.raises(ConfigError, match=f"train.{word} needs train.{word.partition('_')[0]}"):
         Recipe.load("yelp_demo", f"train.{word}").validate()
     Recipe.load("distillation_demo", "train.teacher=null").validate()
 
@@ -257,7 +259,8 @@ def test_a_replay_lists_a_teacher_from_the_hub_only_if_it_has_changed(digest, ex
         terms=SimpleNamespace(start={"commits": commits, "teacher": "a" * 64, "plan": {}}),
         environment=dict,
         task=SimpleNamespace(commits=lambda: {"task.model": "1"}),
-        strategy=SimpleNamespace(teacher=Teacher(None, TrainConfig(), torch.nn.Linear(1, 1), digest, "2")),
+        strategy=SimpleNamespace(teacher=Teacher(None, TrainConfig(), torch.nn.Linear(1, 1), digest)),
+        parts=SimpleNamespace(commits={"train.teacher": "2"}),
         change=SimpleNamespace(without=()),
         digests={"train data": "all:0"},
         step=1,
