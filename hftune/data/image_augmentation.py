@@ -39,7 +39,7 @@ def vary(
         fill: colour of erased boxes.
     """
     if smallest := amounts.get("crop"):
-        pixels_HWC = random_crop(pixels_HWC, size, smallest, resample, rng)
+        pixels_HWC = cut(pixels_HWC, crop_box(pixels_HWC.shape[:2], smallest, rng), size, resample)
     if (share := amounts.get("flip")) and rng.rand() < share:
         pixels_HWC = pixels_HWC[:, ::-1]
     if magnitude := amounts.get("rand_augment"):
@@ -68,15 +68,19 @@ def move(pixels_HWC: np.ndarray, angle: float, right: float, down: float) -> np.
     return to_array(to_image(pixels_HWC).transform((width, height), Image.Transform.AFFINE, back, Image.Resampling.BILINEAR))
 
 
-def random_crop(pixels_HWC: np.ndarray, size: tuple[int, int], smallest: float, resample: int, rng: RandomState) -> np.ndarray:
-    """Cut out a box with at least the share ``smallest`` of the image and an aspect in ASPECTS, and scale it to ``size``."""
-    height, width = pixels_HWC.shape[:2]
+def crop_box(size: Sequence[int], smallest: float, rng: RandomState) -> tuple[int, int, int, int]:
+    """Draw top, left, height and width of a box in an image of a size (height, width): at least the share ``smallest``."""
+    height, width = size
     box_height, box_width = min(height, round(width / ASPECTS[0])), min(width, round(height * ASPECTS[1]))
     middle = (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
-    top, left, box_height, box_width = _draw_box(height, width, (smallest, 1.0), ASPECTS, rng) or middle
-    corners = (left, top, left + box_width, top + box_height)
-    scaled = to_image(pixels_HWC).resize(size[::-1], Image.Resampling(resample), corners)
-    return to_array(scaled)
+    return _draw_box(height, width, (smallest, 1.0), ASPECTS, rng) or middle
+
+
+def cut(pixels_HWC: np.ndarray, box: tuple[int, int, int, int], size: tuple[int, int], resample: int) -> np.ndarray:
+    """Cut out a box (top, left, height, width), and scale it to ``size``, height and width."""
+    top, left, height, width = box
+    corners = (left, top, left + width, top + height)
+    return to_array(to_image(pixels_HWC).resize(size[::-1], Image.Resampling(resample), corners))
 
 
 def _draw_box(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +118,9 @@ def shared_files(files: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     }
     # Only files of a size that two splits have are read: few, unless the images are not compressed.
     common = set(sizes["train"]) & {size for split, own in sizes.items() if split != "train" for size in own}
-    return shared(
-        {
-            split: (file_content(stored) if size in common else split for stored, size in zip(own, sizes[split], strict=True))
-            for split, own in files.items()
-        },
-        "images",
-    )
+
+    def contents(split: str) -> Iterator[Any]:
+        for stored, size in zip(files[split], sizes[split], strict=True):
+            yield file_content(stored) if size in common else split
+
+    return shared({split: contents(split) for split in files}, "images")

@@ -61,6 +61,8 @@ METRICS = {
             for side in ("chosen", "rejected", "desirable", "undesirable")
         ),
         Metric("empty_share", "Empty share", "min", "%"),
+        Metric("mean_iou", "Mean IoU", "max"),
+        Metric("pixel_accuracy", "Pixel accuracy", "max"),
         *(Metric(f"l1{region}", f"L1{words}", "min") for region, words in REGIONS.items()),
         *(Metric(f"psnr{region}", f"PSNR{words}", "max", "dB") for region, words in REGIONS.items()),
         *(Metric(f"ssim{region}", f"SSIM{words}", "max") for region, words in REGIONS.items()),

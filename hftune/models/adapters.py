@@ -239,7 +239,7 @@ def whole_modules(model: PreTrainedModel, config: AdapterConfig, new: Sequence[s
     named = [name for pattern in config.train_also for name in matching(model, pattern, "adapter.train_also")]
     whole = outermost([*new, *named])
     for name in whole:
-        is_input = model.get_submodule(name) is model.get_input_embeddings() and name.endswith(TIED_BY_PEFT)
+        is_input = name.endswith(TIED_BY_PEFT) and model.get_submodule(name) is model.get_input_embeddings()
         if name in ties and not is_input:
             instead = next(key for key, module in model.named_modules() if module is model.get_input_embeddings())
             how = f"Name {instead} instead" if instead.endswith(TIED_BY_PEFT) else "Leave it out"

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedModel, ViTImageProcessorPil
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedModel
 
 from hftune.data.images import checked
 from hftune.errors import ConfigError, message_of
@@ -31,12 +30,15 @@ TOLERANCE = 1e-4
 """Largest difference to what the processor itself returns, whose values are around 1."""
 
 
-def check_classifies_images(config: PreTrainedConfig, key: str) -> None:
-    """Raise ConfigError, beginning with ``key``, unless there is an image classifier of this kind that takes colour images."""
-    if type(config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+def check_does(config: PreTrainedConfig, auto_class: str, key: str, does: str, examples: str) -> None:
+    """Raise ConfigError, beginning with ``key``, unless an auto class has a model of this kind that takes colour images.
+
+    Args:
+        does, examples: what models of the auto class do, and names of some, for the message.
+    """
+    if type(config) not in getattr(transformers, auto_class)._model_mapping:
         raise ConfigError(
-            f"{key} is a {config.model_type} model, which does not classify images. Name an image model, such as "
-            "google/vit-base-patch16-224-in21k or microsoft/resnet-50."
+            f"{key} is a {config.model_type} model, which does not {does}. Name an image model, such as {examples}."
         )
     if getattr(config, "num_channels", 3) != 3:
         raise ConfigError(
@@ -45,9 +47,19 @@ def check_classifies_images(config: PreTrainedConfig, key: str) -> None:
 
 
 def load_image_processor(
-    model: str, commit: str | None, side: int | None, mean: Sequence[float] | None, std: Sequence[float] | None
+    model: str,
+    commit: str | None,
+    side: int | None,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+    kind: str = "ViTImageProcessorPil",
+    whole: bool = False,
 ) -> Any:
     """Load a model's image processor, and change its size, mean and std unless they are None.
+
+    Args:
+        kind: that of a model without one, by its class.
+        whole: whether it must show the whole image, as ``uncropped`` does.
 
     Raises:
         ConfigError: the model has no image processor, and not all three are given.
@@ -59,12 +71,14 @@ def load_image_processor(
                 f"task.model={model} has no image processor ({FILES[0]}). Copy that file from the model that it was made of, "
                 "or set task.image_size, task.mean and task.std as that model was trained."
             )
-        return new_image_processor(side, mean, std)
+        return new_image_processor(side, mean, std, kind)
     try:
         processor = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"task.model={model} has an image processor that cannot be loaded: {message_of(error)}.") from error
-    if side is not None:  # all sizes in proportion, so that it returns squares of ``side`` pixels
+    if whole:
+        processor = uncropped(processor, side)
+    elif side is not None:  # all sizes in proportion, so that it returns squares of ``side`` pixels
         factor = side / Preparation(processor, f"task.model={model}").shape[0]
         for key in ("size", "crop_size"):
             if sizes := getattr(processor, key, None):
@@ -75,11 +89,31 @@ def load_image_processor(
     return processor
 
 
-def new_image_processor(side: int, mean: Sequence[float] | None, std: Sequence[float] | None) -> Any:
-    """Return the image processor of a new model: it scales images to squares, as ViT's does."""
-    return ViTImageProcessorPil(
+def new_image_processor(
+    side: int, mean: Sequence[float] | None, std: Sequence[float] | None, kind: str = "ViTImageProcessorPil"
+) -> Any:
+    """Return an image processor of transformers for a new model: it scales images to squares, as ViT's does."""
+    return getattr(transformers, kind)(
         size={"height": side, "width": side}, image_mean=list(mean or DEFAULT_MEAN), image_std=list(std or DEFAULT_STD)
     )
+
+
+def uncropped(processor: Any, side: int | None) -> Any:
+    """Return an image processor that scales images without keeping their aspect instead of cropping or padding them.
+
+    So what a model says of a place in its input is about the same place of the image.
+
+    Args:
+        side: height and width that it scales to; None: as its sizes say, of which the shorter side counts.
+    """
+    sizes = dict((getattr(processor, "do_center_crop", None) and processor.crop_size) or processor.size)
+    shortest = sizes.get("shortest_edge") or sizes.get("max_height")
+    height, width = (side or sizes.get(name) or shortest for name in ("height", "width"))
+    processor.size = type(processor.size)(height=height, width=width)
+    for setting in ("do_center_crop", "keep_aspect_ratio", "do_pad"):
+        if getattr(processor, setting, None):
+            setattr(processor, setting, False)
+    return processor
 
 
 def check_takes(model: PreTrainedModel, preparation: Preparation, name: str) -> None:

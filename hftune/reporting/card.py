@@ -37,6 +37,7 @@ TASKS = {
     "ProcessReward": ("token-classification", "that judges the steps of solutions"),
     "Reranking": ("text-ranking", "that scores texts for a query"),
     "RewardModel": ("text-ranking", "that scores answers to chats"),
+    "SemanticSegmentation": ("image-segmentation", "that classifies the pixels of images"),
     "Seq2Seq": ("text2text-generation", "that writes a text for a text"),
     "SequenceClassification": ("text-classification", "that classifies texts"),
     "TitleGeneration": ("summarization", "that writes titles for texts"),
@@ -45,6 +46,7 @@ TASKS = {
 """The Hub's name of each shipped task, and what its models do, by class."""
 INPUTS = {
     "image-classification": '["image.png"]',
+    "image-segmentation": '["image.png"]',
     "image-to-image": '[("image.png", "mask.png")]',
     "text-ranking": '[["A question?", "An answer."]]',
     "token-classification": '[["A question?", ["A step.", "Another one."]]]',

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from itertools import chain
 from pathlib import Path
@@ -402,7 +402,9 @@ def shard_in_units(model: nn.Module, blocks: Sequence[nn.Module], in_bf16: bool,
         fully_shard(block, **options | ({"mp_policy": bf16} if block in split else {}))
     tied = tied_parameters(model)
     for name, kept in (("get_input_embeddings", {}), ("get_output_embeddings", {"reshard_after_forward": False})):
-        module = getattr(model, name, lambda: None)()
+        module = None
+        with suppress(NotImplementedError):  # such as SegFormer's
+            module = getattr(model, name, lambda: None)()
         # Tied weights have to be in one unit with all that shares them. A head's backward pass follows its forward pass.
         if module is not None and not isinstance(module, FSDPModule) and tied.isdisjoint(module.parameters()):
             fully_shard(module, **options | kept)

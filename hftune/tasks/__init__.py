@@ -10,6 +10,7 @@ from hftune.tasks.preferences import Preferences
 from hftune.tasks.process_reward import ProcessReward
 from hftune.tasks.reranking import Reranking
 from hftune.tasks.reward_model import RewardModel
+from hftune.tasks.semantic_segmentation import SemanticSegmentation
 from hftune.tasks.seq2seq import Seq2Seq
 from hftune.tasks.sequence_classification import SequenceClassification
 from hftune.tasks.title_generation import TitleGeneration
@@ -26,6 +27,7 @@ __all__ = [
     "ProcessReward",
     "Reranking",
     "RewardModel",
+    "SemanticSegmentation",
     "Seq2Seq",
     "SequenceClassification",
     "TitleGeneration",

@@ -62,7 +62,7 @@ class DatasetTask(Task):
     eval_fold: list[int] | None = key(None, changes="data")
     """Instead of eval_share, one of several folds: its number, from 0, and the number of folds, such as [0, 5].
     max_train_samples are then the rows of all folds together. `hftune folds` sets it; it takes neither language models nor
-    restoration."""
+    images with masks."""
     max_train_samples: int | None = key(None, ge=1, changes="data")
     """Number of training rows to use, a random subset that is the same in every run. null: all."""
     max_eval_samples: int | None = key(None, ge=1, changes="output")

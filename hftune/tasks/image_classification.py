@@ -5,9 +5,7 @@ torch, datasets and Pillow are imported inside the methods, so that mistyped rec
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,27 +13,22 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.config.keys import key
 from hftune.data.columns import IMAGES, LABELS, Role
-from hftune.data.files import model_folder_problems
-from hftune.errors import did_you_mean, format_value
 from hftune.metrics.records import directions
-from hftune.tasks.images import ImageTask, check_same_network, read_config, save_config, to_bytes
+from hftune.task import Task
+from hftune.tasks.images import check_same_network, network_problems, read_config, save_config
+from hftune.tasks.pretrained_images import MIN_SIDE, PretrainedImageTask
 from hftune.tasks.problems import SingleLabel
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
-    from transformers import PreTrainedConfig
 
     from hftune.data.images import Form, Images
     from hftune.data.labels import Classes
     from hftune.task import Batch, Direction
 
-MIN_SIDE = 16
-"""Pixels per side that ConvNet needs. Defined here because that module imports torch."""
 MNIST_SIZE, MNIST_MEAN, MNIST_STD = 28, (0.1307,), (0.3081,)
 """What networks are given where the recipe does not say."""
-MAX_AMOUNTS = {"crop": 1, "flip": 1, "rand_augment": 10, "color": 1, "shift": None, "rotate": 180, "erase": 1}
-"""Largest values of the keys of ``augmentation``. None: the image size."""
 TOP = 5
 """Classes among which the true one counts as found in ``top5_accuracy``."""
 MAX_FEW = 10
@@ -43,14 +36,12 @@ MAX_FEW = 10
 
 
 @dataclass
-class ImageClassification(ImageTask):
+class ImageClassification(PretrainedImageTask):
     """Classify images. The loss is cross-entropy; an item is an image."""
 
     model: str | None = key(None, changes="model")
     """Model name on the Hub (owner/name) or local folder: any image classifier of transformers, or the backbone of one, which
     gets a new head. null: a new model built from model_config, or a network."""
-    model_revision: str | None = key(None, changes="model")
-    """Commit, tag or branch of the model on the Hub. null: the newest commit."""
     model_config: dict[str, Any] = key(dict, changes="model")
     """Fields of the model's config to override; if model is null, the whole config of a new one, such as
     {model_type: vit, ...}."""
@@ -84,8 +75,6 @@ class ImageClassification(ImageTask):
     mean: list[float] | None = None
     """Mean of the pixel values, in [0, 1]: one number for grey images, three (red, green, blue) for colour. null: that of the
     model's image processor; MNIST's for networks."""
-    std: list[float] | None = key(None, gt=0)
-    """Standard deviation of the pixel values, with as many numbers as mean. Inputs are (pixel - mean) / std."""
     augmentation: dict[str, Any] | None = None
     """Random changes of training images, different in each epoch, in this order; 0 leaves one out. crop: smallest share of the
     image that a crop with a random aspect shows, such as 0.08. flip: probability of flipping left to right. rand_augment:
@@ -105,6 +94,11 @@ class ImageClassification(ImageTask):
         "label": Role("label", LABELS, optional_in={"predict"}),
     }
     folder_keys = ("train_split", "eval_split", "test_split")
+    auto_class, does, new_processor = "AutoModelForImageClassification", "classify images", "ViTImageProcessorPil"
+    examples, example_type = "google/vit-base-patch16-224-in21k or microsoft/resnet-50", "vit"
+    amounts: ClassVar[Mapping[str, float | None]] = {
+        **{"crop": 1, "flip": 1, "rand_augment": 10, "color": 1, "shift": None, "rotate": 180, "erase": 1}
+    }
 
     @property
     def metric_directions(self) -> dict[str, Direction | None]:  # type: ignore[override]  # depends on the number of classes
@@ -113,76 +107,35 @@ class ImageClassification(ImageTask):
 
     @property
     def _is_of_transformers(self) -> bool:
-        """Whether the model is one of transformers, pretrained or new, rather than a network."""
         return self.model is not None or bool(self.model_config)
 
     def field_problems(self) -> Iterator[str]:
         yield from super().field_problems()
-        mean, std = self.mean, self.std
-        if self._is_of_transformers:
-            yield from model_folder_problems(self.model, self.model_config, "vit")
-            if self.network is not None:
-                yield f"task.network={self.network} and {self._model_name} exclude each other. Set one of them to null."
-            for item in fields(self):
-                if item.name in ("width", "dropout") and (value := getattr(self, item.name)) != item.default:
-                    yield (
-                        f"task.{item.name}={value} is for hftune's ConvNet, but {self._model_name} is set. Leave it out, or "
-                        "use task.model_config."
-                    )
-            if mean is not None and len(mean) == 1:
-                yield f"task.mean={mean} is for grey images, but {self._model_name} is given RGB. Give three numbers, or null."
-        if (mean is None) != (std is None) or (mean is not None and (len(mean) not in (1, 3) or len(std or ()) != len(mean))):
-            yield f"task.mean={mean} and task.std={std} must both hold one number (grey) or three (red, green, blue)."
-        for name, value in (self.augmentation or {}).items():
-            if name not in MAX_AMOUNTS:
-                hint = did_you_mean(name, MAX_AMOUNTS)
-                yield f"task.augmentation.{name} is not a key of a recipe. Keys: {', '.join(MAX_AMOUNTS)}.{hint}"
-                continue
-            # The size of a model of transformers is known only from its image processor.
-            maximum = MAX_AMOUNTS[name] or self.image_size or (math.inf if self._is_of_transformers else MNIST_SIZE)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= maximum:
-                most = f"number from 0 to {maximum}" if maximum < math.inf else "number that is not negative"
-                yield f"task.augmentation.{name}={format_value(value)} must be a {most}."
-
-    @cached_property
-    def _config(self) -> PreTrainedConfig:
-        """The config of the model, as it is before it gets the classes of the data.
-
-        Raises:
-            ConfigError: it is not an image classifier.
-        """
-        from hftune.models.image_processor import check_classifies_images
-        from hftune.models.pretrained import load_config
-
-        config = load_config(self.model, self.model_config, self.model_commit)
-        check_classifies_images(config, self._model_name)
-        if self.model is None and self.image_size is not None and isinstance(getattr(config, "image_size", None), int):
-            config.image_size = self.image_size
-        return config
+        yield from network_problems(self.network, self.network_args)
+        if not self._is_of_transformers:
+            return
+        if self.network is not None:
+            yield f"task.network={self.network} and {self._model_name} exclude each other. Set one of them to null."
+        for item in fields(self):
+            if item.name in ("width", "dropout") and (value := getattr(self, item.name)) != item.default:
+                yield (
+                    f"task.{item.name}={value} is for hftune's ConvNet, but {self._model_name} is set. Leave it out, or use "
+                    "task.model_config."
+                )
 
     @property
-    def _model_name(self) -> str:
-        """The key and value that name the model, for messages."""
-        return f"task.model={self.model}" if self.model is not None else "task.model_config"
+    def default_size(self) -> int | None:  # type: ignore[override]  # that of a model is known only from its image processor
+        return None if self._is_of_transformers else MNIST_SIZE
 
     @cached_property
     def _form(self) -> Any:
         """Form of the images that the model is given: a Preparation, as its image processor does it, or a Layout."""
         from hftune.data.images import Layout
 
-        if not self._is_of_transformers:
-            mean, std = tuple(self.mean or MNIST_MEAN), tuple(self.std or MNIST_STD)
-            return Layout(self.image_size or MNIST_SIZE, self.resize, mean, std)
-        from hftune.models.image_processor import DEFAULT_SIZE, Preparation, load_image_processor, new_image_processor
-
-        config = self._config
-        if self.model is not None:
-            processor = load_image_processor(self.model, self.model_commit, self.image_size, self.mean, self.std)
-        else:
-            own = getattr(config, "image_size", None)
-            side = self.image_size or (own if isinstance(own, int) else DEFAULT_SIZE)
-            processor = new_image_processor(side, self.mean, self.std)
-        return Preparation(processor, self._model_name)
+        if self._is_of_transformers:
+            return super()._form
+        mean, std = tuple(self.mean or MNIST_MEAN), tuple(self.std or MNIST_STD)
+        return Layout(self.image_size or MNIST_SIZE, self.resize, mean, std)
 
     @property
     def _training_form(self) -> Form:
@@ -251,21 +204,11 @@ class ImageClassification(ImageTask):
         from hftune.models.convnet import ConvNet
         from hftune.models.custom import Classifier, build_network
 
-        if not self._is_of_transformers:
-            if self.network is not None:
-                return Classifier(build_network(self.network, self.network_args), len(self.labels))
-            return ConvNet(**self._network(len(self.labels)))
-        from transformers import AutoModelForImageClassification
-
-        from hftune.models.image_processor import check_takes
-        from hftune.models.pretrained import load_model
-
-        names = dict(enumerate(self.labels))
-        config = deepcopy(self._config)
-        config.id2label, config.label2id = names, {name: number for number, name in names.items()}
-        model = load_model(AutoModelForImageClassification, self.model, config, self.model_commit)
-        check_takes(model, self._form, self._model_name)
-        return model
+        if self._is_of_transformers:
+            return super().build_model()
+        if self.network is not None:
+            return Classifier(build_network(self.network, self.network_args), len(self.labels))
+        return ConvNet(**self._network(len(self.labels)))
 
     def _network(self, num_classes: int) -> dict[str, Any]:
         """Return what defines the network: the arguments of ConvNet, or path and arguments of your own network."""
@@ -288,7 +231,7 @@ class ImageClassification(ImageTask):
         messages += self._classes.notices()
         pixels: dict[str, Any] = {split: images.pixels for split, images in datasets.items() if images.shapes_N3 is None}
         if self._is_of_transformers or len(pixels) < len(datasets):
-            messages += self._model_notices() if self._is_of_transformers else ()
+            messages += self.model_notices(self._training_form) if self._is_of_transformers else ()
             column = self.read_columns["image_column"]
             encoded = {split: rows.cast_column(column, Image(decode=False))[column] for split, rows in self.rows.items()}
             return [*messages, *notices.shared_files(encoded)]
@@ -296,30 +239,9 @@ class ImageClassification(ImageTask):
             return messages
         return [*messages, *notices.shared(pixels, "images")]
 
-    def _model_notices(self) -> Iterator[str]:
-        """Say how images are prepared, and where the head comes from."""
-        from hftune.data.images import Uncropped
-
-        height, width, _ = self._form.shape
-        mean, std = (", ".join(f"{value:.3g}" for value in values) for values in (self._form.mean, self._form.std))
-        where = "as its image processor prepares them" if self.model is not None else "scaled without keeping their aspect"
-        yield f"{self._model_name}: images are RGB, {height} x {width} pixels, {where}; mean {mean}; standard deviation {std}."
-        if isinstance(form := self._training_form, Uncropped):
-            yield f"Training crops are cut from whole images with at most {form.side} pixels on the shorter side."
-        if self.model is None:
-            return
-        theirs = [self._config.id2label[number] for number in range(self._config.num_labels)]
-        if theirs == self.labels:
-            yield f"{self._model_name} has the same classes: its head is kept, if it has one."
-        elif len(theirs) == len(self.labels):
-            names = ", ".join(theirs[:3])
-            yield f"{self._model_name} has as many classes, but other names ({names}, ...): its head is kept, if it has one."
-        else:
-            yield f"{self._model_name} gets a new head, for {len(self.labels)} classes instead of {len(theirs)}."
-
     @property
     def augments(self) -> bool:
-        return any((self.augmentation or {}).values()) or self.mixup > 0 or self.cutmix > 0
+        return super().augments or self.mixup > 0 or self.cutmix > 0
 
     def augment(self, example: dict[str, Any], rng: np.random.RandomState) -> dict[str, Any]:
         """Change the image at random, and mix it with another one if the recipe asks for that.
@@ -354,39 +276,20 @@ class ImageClassification(ImageTask):
 
         labels are (N,) int64; for mixed images, shares of the classes (N, K) float32.
         """
-        import numpy as np
         import torch
         from torch.nn.functional import one_hot
 
-        pixels_NHWC = torch.from_numpy(np.stack([self._whole(example["image"]) for example in examples]))
-        # A copy, although grey images already have this layout: with unusual strides, DDP would warn about the gradients.
-        pixels_NCHW = pixels_NHWC.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
-        if self._form.is_bgr:
-            pixels_NCHW = pixels_NCHW.flip(1)
-        mean_C11, std_C11 = self._normalization()
         labels = torch.tensor([example["label"] for example in examples])
         if "share" in examples[0]:
             share_N1 = torch.tensor([[example["share"]] for example in examples])
             other_N = torch.tensor([example["other_label"] for example in examples])
             one_NK, other_NK = (one_hot(values_N, len(self.labels)) for values_N in (labels, other_N))
             labels = share_N1 * one_NK + (1 - share_N1) * other_NK
-        return {self._input: (pixels_NCHW.float() / 255 - mean_C11) / std_C11, "labels": labels}
-
-    def _whole(self, pixels_HWC: np.ndarray) -> np.ndarray:
-        """Return an image that ``augment`` should crop, but did not see, at the model's size."""
-        from hftune.data.image_augmentation import to_image
-
-        return pixels_HWC if pixels_HWC.shape == self._form.shape else self._form.pixels(to_image(pixels_HWC), "An image")
+        return {self._input: self.normalized([example["image"] for example in examples]), "labels": labels}
 
     @property
     def _input(self) -> str:
         return "pixel_values" if self._is_of_transformers else "image"
-
-    def _normalization(self) -> Iterator[Tensor]:
-        """Yield mean and std, (C, 1, 1) float32."""
-        import torch
-
-        return (torch.tensor(values)[:, None, None] for values in (self._form.mean, self._form.std))
 
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
         return self._problem.loss(logits(outputs), target)
@@ -417,12 +320,7 @@ class ImageClassification(ImageTask):
 
     def sample_images(self, outputs: Tensor, model: nn.Module, batch: Batch, indices: Sequence[int]) -> list[np.ndarray]:
         """Return the images as the model is given them, in three channels."""
-        mean_C11, std_C11 = self._normalization()
-        pixels_NCHW = batch[self._input][list(indices)].float().cpu() * std_C11 + mean_C11
-        if self._form.is_bgr:
-            pixels_NCHW = pixels_NCHW.flip(1)
-        pixels_N3HW = pixels_NCHW.expand(-1, 3, -1, -1)
-        return [to_bytes(image_3HW) for image_3HW in pixels_N3HW]
+        return self.shown(batch[self._input][list(indices)])
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         from statistics import fmean
@@ -436,12 +334,9 @@ class ImageClassification(ImageTask):
         Of a network: model.safetensors, and config.json with all that is needed to build it and to prepare its inputs.
         """
         if self._is_of_transformers:
-            from hftune.models.kinds import FILE_SIZE
-
-            model.save_pretrained(directory, max_shard_size=FILE_SIZE)
-            self._form.processor.save_pretrained(directory)
+            super().save(model, directory)
             return
-        super().save(model, directory)
+        Task.save(self, model, directory)
         network = self._network(len(self.labels))
         inputs = {"mean": list(self._form.mean), "std": list(self._form.std)}
         save_config({"model": network, "label_names": self.labels, **inputs}, directory)
@@ -452,20 +347,12 @@ class ImageClassification(ImageTask):
         Raises:
             ConfigError: the recipe has a different network.
         """
-        if not self._is_of_transformers:
-            saved = read_config(directory)
-            check_same_network(saved["model"], self._network(len(saved["label_names"])), directory)
-            self.label_names = saved["label_names"]
+        if self._is_of_transformers:
             return super().load(directory)
-        from transformers import AutoModelForImageClassification
-
-        from hftune.models.image_processor import Preparation, load_image_processor
-        from hftune.models.pretrained import load_saved, saved_config
-
-        config = saved_config(directory)
-        self.label_names = [config.id2label[number] for number in range(config.num_labels)]
-        self._form = Preparation(load_image_processor(str(directory), None, None, None, None), str(directory))
-        return load_saved(AutoModelForImageClassification, directory, config)
+        saved = read_config(directory)
+        check_same_network(saved["model"], self._network(len(saved["label_names"])), directory)
+        self.label_names = saved["label_names"]
+        return Task.load(self, directory)
 
     def example_inputs(self) -> list[np.ndarray]:
         import numpy as np

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hftune.config.keys import key
 from hftune.data.columns import Role
 from hftune.metrics.records import REGIONS, directions
-from hftune.tasks.images import ImageTask, check_same_network, read_config, save_config, to_bytes
+from hftune.tasks.images import ImageTask, check_same_network, network_problems, read_config, save_config, to_bytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,6 +36,8 @@ class ImageRestoration(ImageTask):
     network: str | None = key(None, changes="model")
     """Import path of your own network class, package.module.Class. It is called with damaged images (N, 3, H, W), in [0, 1],
     and masks (N, 1, H, W), 1 for damaged pixels, and returns images. null: hftune's U-Net, sized by width and depth."""
+    network_args: dict[str, Any] = key(dict, changes="model")
+    """Keyword arguments of your own network class."""
     data_dir: str | None = key(None, changes="data")
     """Folder with the images of imagefolder, one subfolder per split. Without mask_column, a split's folder holds clean images.
     With it, it has a subfolder for each column (image, mask, target), whose files are matched by name."""
@@ -69,6 +71,7 @@ class ImageRestoration(ImageTask):
 
     def field_problems(self) -> Iterator[str]:
         yield from super().field_problems()
+        yield from network_problems(self.network, self.network_args)
         if self.dataset == "idx":
             yield "task.dataset=idx has images and labels, but no masks. Use imagefolder."
         if self.width % 8:
@@ -78,32 +81,16 @@ class ImageRestoration(ImageTask):
         if len(self.fill) != 3:
             yield f"task.fill={self.fill} must be three numbers: red, green and blue."
 
-    @property
-    def _is_folder(self) -> bool:
-        return self.dataset == "imagefolder" and not self.data_files
-
     def load_source(self, split: str, source_split: str) -> Dataset:
-        if not self._is_folder:
-            return super().load_source(split, source_split)
-        from hftune.data.restoration_images import load_folder
-
         columns = [column for name in self.columns if (column := getattr(self, f"{name}_column")) is not None]
-        return load_folder(Path(str(self.data_dir)).expanduser() / source_split, f"task.data_dir={self.data_dir}", columns)
+        return self.paired_rows(split, source_split, columns)
 
     def datasets(self) -> dict[str, DamagedImages]:
         """Return the splits; see ``DamagedImages`` for a sample."""
-        from datasets import Image
-
         from hftune.data.restoration_images import checked_images
 
-        names = {column: field.removesuffix("_column") for field, column in self.read_columns.items()}
-        splits = {}
-        for split, rows in self.rows.items():
-            rows = rows.select_columns([*names]).rename_columns(names)
-            for name in names.values():
-                rows = rows.cast_column(name, Image(decode=False))
-            splits[split] = checked_images(rows, split, self.crop if split == "train" else None)
-        return splits
+        encoded = self.encoded_rows()
+        return {split: checked_images(rows, split, self.crop if split == "train" else None) for split, rows in encoded.items()}
 
     def build_model(self) -> AnySize:
         from hftune.models.custom import build_network
@@ -220,19 +207,11 @@ class ImageRestoration(ImageTask):
         return summarise(rows)
 
     def notices(self, datasets: Mapping[str, Any], model: AnySize) -> list[str]:
-        from hftune.data import notices
-
         crops = f"random squares of {self.crop} x {self.crop} pixels" if self.crop else "whole images"
         multiple = getattr(model.network, "multiple", 1)
         padded = f", padded to multiples of {multiple}" if multiple > 1 else ""
         messages = [f"Training on {crops}; evaluation on whole images{padded}.", *self.row_notices()]
-        if self._is_folder:
-            splits = sorted(path.name for path in Path(str(self.data_dir)).expanduser().iterdir() if path.is_dir())
-        else:
-            splits = [] if self.data_files else [*(self.rows["train"].info.splits or ())]
-        messages += notices.unused_splits(self, splits)
-        files = {split: images.rows["image"][:] for split, images in datasets.items()}
-        messages += notices.shared_files(files)
+        messages += self.encoded_notices({split: images.rows for split, images in datasets.items()})
         if shares := {split: fmean(images.marked.tolist()) for split, images in datasets.items() if len(images.marked)}:
             marked = ", ".join(f"{share:.1%} of {split}" for split, share in shares.items())
             doubt = " Are the masks inverted? White marks damage." if max(shares.values()) > SUSPICIOUS_SHARE else ""

@@ -1,4 +1,4 @@
-"""What the image tasks share: keys for a network of your own, and the description saved with a network.
+"""What the image tasks share: where images come from, and the description saved with a network.
 
 torch, datasets and Pillow are imported inside the methods, so that mistyped recipes are refused without waiting for them.
 """
@@ -28,12 +28,8 @@ CONFIG = "config.json"
 
 @dataclass
 class ImageTask(DatasetTask):
-    """A task on the images of a data set, with a small network of hftune's or one of your own."""
+    """A task on the images of a data set."""
 
-    network: str | None = key(None, changes="model")
-    """Import path of your own network class, package.module.Class. null: hftune's network."""
-    network_args: dict[str, Any] = key(dict, changes="model")
-    """Keyword arguments of your own network class."""
     weights: str | None = key(None, changes="model", resume="harmless")
     """Weights of your own to start from: a safetensors or PyTorch file, or a folder with one, copied by name. null: none."""
     dataset: str | None = key("imagefolder", changes="data")
@@ -69,6 +65,43 @@ class ImageTask(DatasetTask):
         if self.data_dir is not None or not self.data_files:
             yield from image_folder_problems(dataset, self.data_dir, splits)
 
+    @property
+    def is_folder(self) -> bool:
+        """Whether the images are files in folders."""
+        return self.dataset == "imagefolder" and not self.data_files
+
+    def paired_rows(self, split: str, source_split: str, columns: Sequence[str]) -> Dataset:
+        """Return all rows of a split whose columns are images: of a folder, the files in its subfolders, matched by name."""
+        if not self.is_folder:
+            return super().load_source(split, source_split)
+        from hftune.data.restoration_images import load_folder
+
+        return load_folder(Path(str(self.data_dir)).expanduser() / source_split, f"task.data_dir={self.data_dir}", columns)
+
+    def encoded_rows(self) -> dict[str, Dataset]:
+        """Return the columns of images that are read, of each split, undecoded and under the names of their roles."""
+        from datasets import Image
+
+        names = {column: field.removesuffix("_column") for field, column in self.read_columns.items()}
+        splits = {}
+        for split, rows in self.rows.items():
+            rows = rows.select_columns([*names]).rename_columns(names)
+            for name in names.values():
+                rows = rows.cast_column(name, Image(decode=False))
+            splits[split] = rows
+        return splits
+
+    def encoded_notices(self, encoded: Mapping[str, Dataset]) -> list[str]:
+        """Return notices of splits that are not used, and of images that several splits share."""
+        from hftune.data import notices
+
+        if self.is_folder:
+            splits = sorted(path.name for path in Path(str(self.data_dir)).expanduser().iterdir() if path.is_dir())
+        else:
+            splits = [] if self.data_files else [*(self.rows["train"].info.splits or ())]
+        files = {split: rows["image"][:] for split, rows in encoded.items()}
+        return [*notices.unused_splits(self, splits), *notices.shared_files(files)]
+
     def check_rows(self, rows: Mapping[str, Dataset]) -> None:
         for split, own in rows.items():
             for name, role in self.columns.items():
@@ -79,10 +112,11 @@ class ImageTask(DatasetTask):
         # The columns of folders always have the same names.
         return [line for line in super().row_notices() if "chosen from" not in line or self.dataset not in FOLDER_FORMATS]
 
-    def field_problems(self) -> Iterator[str]:
-        yield from super().field_problems()
-        if self.network_args and self.network is None:
-            yield "task.network_args is for a network of your own: set task.network=package.module.Class."
+
+def network_problems(network: str | None, network_args: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the keys of a network of the user's own."""
+    if network_args and network is None:
+        yield "task.network_args is for a network of your own: set task.network=package.module.Class."
 
 
 def save_config(config: dict[str, Any], directory: Path) -> None:

@@ -72,3 +72,36 @@ def test_a_heavier_inside_weighs_more(runs):
 def test_pictures_are_the_same_whoever_restored_them(runs):
     pictures = [(runs["micro1", size].folder / "samples" / "step_00000003.png").read_bytes() for size in (1, 2, 4)]
     assert pictures[0] == pictures[1] == pictures[2]
+
+
+MASKS = (
+    *("task.max_train_samples=16", "task.max_eval_samples=5", "task.image_size=32", "train.epochs=1", "train.max_steps=3"),
+    *("train.batch_size=6", "train.batch_norm=frozen", "train.log_every=1", "eval.every=epoch"),
+    *("task.model_config.drop_path_rate=0", "task.model_config.classifier_dropout_prob=0"),
+)
+LORA = ("train.micro_batch_size=2", "adapter.type=lora", "adapter.targets=[q_proj,v_proj]")
+
+
+@pytest.fixture(scope="module")
+def masks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("masks")
+    jobs = {f"micro{size}": (*MASKS, f"train.micro_batch_size={size}", f"eval.batch_size={size}") for size in (1, 4)}
+    jobs |= {"sharded": jobs["micro1"], "lora": (*MASKS, *LORA)}
+    return {
+        (name, size): run
+        for size in (1, 2)
+        for name, run in train_on(size, jobs, folder, "segmentation_demo", sharded=("sharded",) if size > 1 else ()).items()
+    }
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("micro1", 1), ("micro1", 2), ("micro4", 2), ("sharded", 2)])
+def test_pixels_weigh_the_same_in_any_micro_batch_on_any_process(masks, name, world_size):
+    run, expected = masks[name, world_size], masks["micro4", 1]
+    assert run.logged("train/loss") == pytest.approx(expected.logged("train/loss"), rel=1e-5)
+    assert run.result["metrics"] == {**expected.result["metrics"], "loss": pytest.approx(expected.result["metrics"]["loss"])}
+
+
+def test_adapters_of_a_segmentation_model_train_alike_on_two_processes(masks):
+    losses = [masks["lora", size].logged("train/loss") for size in (1, 2)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 3
+    assert (masks["lora", 1].folder / "model" / "adapter_config.json").is_file()

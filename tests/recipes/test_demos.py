@@ -180,6 +180,16 @@ DEMOS = {
         (*IMAGES, "train.lr=1e-3", "task.mixup=0.3", f"task.model_config={RESNET}"),
         inputs=images_of(few_shapes),
     ),
+    "segmentation": Demo(
+        "segmentation_demo",
+        (
+            *("task.max_train_samples=24", "task.max_eval_samples=7", "train.epochs=3", "train.batch_size=6", "train.lr=1e-3"),
+            *("train.micro_batch_size=2", "train.warmup_ratio=0", "eval.every=epoch", "eval.batch_size=3", *OFTEN),
+        ),
+        (2, 4),
+        predicted=("mean_iou", ""),
+        num_eval=7,
+    ),
     "restoration": Demo(
         "restoration_demo",
         (*FEW_PICTURES, "train.micro_batch_size=2", *OFTEN),

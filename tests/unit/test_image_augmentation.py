@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from hftune.data.augmentation import augmented
 from hftune.data.demo.drawings import SHAPES, shapes
-from hftune.data.image_augmentation import OPERATIONS, cutmix, erase, jitter, mixup, rand_augment, random_crop, vary
+from hftune.data.image_augmentation import OPERATIONS, crop_box, cut, cutmix, erase, jitter, mixup, rand_augment, vary
 from hftune.tasks import ImageClassification
 
 BILINEAR = int(Image.Resampling.BILINEAR)
@@ -46,7 +46,7 @@ def test_crop_shows_at_least_its_share_with_an_aspect_close_to_square():
     across, down = np.meshgrid(np.arange(200), np.arange(100))
     picture = np.stack([across, down, 0 * down], axis=-1).astype(np.uint8)
     for number in range(50):
-        crop = random_crop(picture, (50, 50), 0.25, BILINEAR, rng(number)).astype(int)
+        crop = cut(picture, crop_box(picture.shape[:2], 0.25, rng(number)), (50, 50), BILINEAR).astype(int)
         width, height = (np.ptp(crop[..., channel]) + 2 for channel in (0, 1))
         assert width * height > 0.22 * 200 * 100 and 0.7 < width / height < 1.45
 
@@ -54,7 +54,7 @@ def test_crop_shows_at_least_its_share_with_an_aspect_close_to_square():
 def test_strip_that_no_crop_fits_into_is_cut_in_the_middle():
     strip = np.zeros((10, 300, 3), np.uint8)
     strip[:, 143:157] = 255
-    assert (random_crop(strip, (8, 8), 0.9, BILINEAR, rng())[:, 1:-1] == 255).all()
+    assert (cut(strip, crop_box(strip.shape[:2], 0.9, rng()), (8, 8), BILINEAR)[:, 1:-1] == 255).all()
 
 
 def test_colour_changes_within_its_bounds():

@@ -107,6 +107,16 @@ def test_pictures_of_both_parts_are_counted_whatever_their_names(tmp_path):
     assert "2 of the 3 images in the eval split are also in the train split: scores will look better than they are." in said
 
 
+def test_images_that_no_other_has_the_size_of_are_in_one_split_only():
+    files = {
+        split: [{"bytes": content, "path": None} for content in own]
+        for split, own in (("train", [b"a", b"bbb", b"cccc"]), ("eval", [b"a", b"dddddd", b"eeeeeee"]))
+    }
+    assert notices.shared_files(files) == [
+        "1 of the 3 images in the eval split are also in the train split: scores will look better than they are."
+    ]
+
+
 def test_many_rows_to_compare_with_each_other_are_said_to_take_long(texts, monkeypatch):
     rows = [{"anchor": f"a text {number}", "positive": f"the text {number}"} for number in range(6)]
     words = ("task.model=null", TINY_BERT, "task.max_length=32")

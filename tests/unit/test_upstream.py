@@ -275,6 +275,13 @@ def fast_tokenizers_leave_texts_to_their_backend():
     assert "self._tokenizer.encode_batch(" in inspect.getsource(PreTrainedTokenizerFast._encode_plus)
 
 
+def auto_classes_list_their_configs():
+    import transformers
+
+    known = transformers.AutoModelForSemanticSegmentation._model_mapping
+    assert transformers.SegformerConfig in known and transformers.BertConfig not in known
+
+
 def data_sets_have_fingerprint_and_indices():
     import datasets
 
@@ -643,6 +650,13 @@ TABLE = [
         "what from_config calls; classes that are no Auto class have only this",
         NO_ISSUE,
         models_are_made_from_a_config,
+    ),
+    Upstream(
+        "_model_mapping",
+        "models",
+        "which kinds of models an Auto class knows; the public mappings are not those of the class",
+        NO_ISSUE,
+        auto_classes_list_their_configs,
     ),
     Upstream(
         "_hf_peft_config_loaded",

@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from hftune.data.demo.drawings import digits, no_such_split, pictures, shapes  # noqa: F401 - for recipes, which name them here
+from hftune.data.demo.drawings import digits, landscapes, no_such_split, pictures, shapes  # noqa: F401 - for recipes
 
 
 def _rows(name: str, split: str) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from PIL import Image, ImageDraw
 
 from hftune.errors import DataError
 
+LANDSCAPE = ("sky", "sun", "hill")
 SHAPES = ("circle", "cross", "ring", "square", "star", "triangle")
 
 Stroke = list[tuple[float, float]]
@@ -122,15 +123,20 @@ def _landscape(rng: Rng) -> Row:
     image = Image.fromarray(sky.astype(np.uint8))
     pen = ImageDraw.Draw(image)
     x, y, radius = rng.uniform(0, width), rng.uniform(0, height / 2), rng.uniform(3, 9)
-    pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=(255, 240, int(rng.randint(120, 220))))
+    mask = Image.new("L", (width, height), LANDSCAPE.index("sky"))
+    pens = [(pen, (255, 240, int(rng.randint(120, 220)))), (ImageDraw.Draw(mask), LANDSCAPE.index("sun"))]
+    for canvas, fill in pens:
+        canvas.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
     across = np.arange(width + 1)
     for depth in range(rng.randint(1, 4)):  # hills, one in front of the other
         base = height * (0.5 + 0.15 * depth)
         waves = [rng.uniform(1, 5) * np.sin(across / rng.uniform(5, 14) + rng.uniform(0, 6)) for _ in range(2)]
         line = base + (waves[0] + waves[1])
         colour = tuple(int(value) for value in rng.uniform([20, 70, 20], [110, 170, 90]) * (1 - 0.15 * depth))
-        pen.polygon([*zip(across.tolist(), line.tolist(), strict=True), (width, height), (0, height)], fill=colour)
-    return {"image": image}
+        outline = [*zip(across.tolist(), line.tolist(), strict=True), (width, height), (0, height)]
+        for (canvas, _), fill in zip(pens, (colour, LANDSCAPE.index("hill")), strict=True):
+            canvas.polygon(outline, fill=fill)
+    return {"image": image, "mask": mask}
 
 
 def _drawn(draw: Callable[[Rng], Row], num_train: int, num_eval: int, split: str, count: int | None = None) -> Iterator[Row]:
@@ -152,5 +158,7 @@ shapes = partial(_drawn, _shape, 1000, 200)
 
 Size, position, rotation, colours and noise are random.
 """
-pictures = partial(_drawn, _landscape, 120, 24)
+landscapes = partial(_drawn, _landscape, 300, 50)
+"""Pictures of sky, sun and hills: "image", RGB, with sides of 40 to 56 pixels, and "mask", the places of LANDSCAPE."""
+pictures = partial(_drawn, lambda rng: {"image": _landscape(rng)["image"]}, 120, 24)
 """Pictures of sky, sun and hills: "image", RGB, with sides of 40 to 56 pixels."""
