@@ -38,6 +38,7 @@ class TrainedModel:
         - ``label`` and ``probability``: classification; ``labels`` and ``probabilities`` if a text can have several
         - ``value``: regression
         - ``entities``, or ``words`` and ``tags``: token classification
+        - ``filled`` and ``tokens``: masked language models
         - ``embedding``: embeddings
         - ``image``: restoration
 

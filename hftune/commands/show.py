@@ -50,18 +50,19 @@ def show_samples(recipe: Any, count: int) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from hftune.build import load_datasets
+    from hftune.build import first_epoch, load_datasets
     from hftune.tracking.console import hide_progress_bars
 
     hide_progress_bars()
-    samples = load_datasets(recipe)["train"]
+    samples = first_epoch(recipe, load_datasets(recipe))
+    is_causal = getattr(recipe.task, "auto_class", None) == "AutoModelForCausalLM"  # the last label is no input
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     has_colours = console.is_terminal and console.color_system is not None and not console.no_color
     for index in range(min(count, len(samples))):
         example, text = samples[index], Text()
         ids, labels = (list(example.get(name, ())) for name in ("input_ids", "labels"))
         trained = f", {sum(label >= 0 for label in labels):,} trained" if labels else ""
-        counts = f" ({len(ids) + bool(labels):,} tokens{trained})" if ids else ""
+        counts = f" ({len(ids) + is_causal:,} tokens{trained})" if ids else ""
         for piece, is_trained in recipe.task.marked(example):
             marked = f"{MARKS[0]}{piece}{MARKS[1]}" if is_trained and not has_colours else piece
             text.append(marked, TRAINED if is_trained else None)

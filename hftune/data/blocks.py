@@ -21,6 +21,8 @@ from hftune.data.tokenized import tokenizer_key
 from hftune.data.word_tokenizer import has_whole_words
 from hftune.errors import DataError
 
+END = np.iinfo(np.int32).min
+"""Ends each text in a stream whose words are marked; no token is marked so."""
 AT_ONCE, AT_ONCE_BYTES = 1000, 2**22
 """Rows that are tokenized together, at most, and about how many bytes they may have."""
 
@@ -37,15 +39,23 @@ class Blocks(Sequence):
 
     def __init__(self, stream: np.ndarray, block_length: int, count: int | None = None):
         self.stream, self.block_length = stream, block_length
-        self.total = -(-(len(stream) - 1) // block_length)
+        self.total = self.num_blocks()
         self.indices = subsample_indices(self.total, count)
+
+    def num_blocks(self) -> int:
+        """Return the number of blocks that the stream has."""
+        return -(-(len(self.stream) - 1) // self.block_length)
+
+    def tokens(self, number: int) -> np.ndarray:
+        """Return the part of the stream that a block reads."""
+        start = number * self.block_length
+        return self.stream[start : start + self.block_length + 1]
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:  # type: ignore[override]  # no slices
-        start = self.indices[index] * self.block_length
-        tokens = self.stream[start : start + self.block_length + 1].astype(np.int64)
+        tokens = self.tokens(self.indices[index]).astype(np.int64)
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 
     def share_of(self, token: int) -> float:
@@ -57,7 +67,7 @@ class Blocks(Sequence):
         return {"stream": self.stream, "kept": self.indices, "block_length": np.array([self.block_length])}
 
     def contents_by_row(self) -> dict[str, Iterator[np.ndarray]]:
-        return {"tokens": (self.stream[start : start + self.block_length + 1] for start in self.indices * self.block_length)}
+        return {"tokens": map(self.tokens, self.indices)}
 
     @property
     def lengths(self) -> np.ndarray:
@@ -98,6 +108,7 @@ def token_stream(
     tokenizer: PreTrainedTokenizerBase,
     split: str,
     row_of: Callable[[int], Any] = int,
+    marks_words: bool = False,
 ) -> np.ndarray:
     """Return the tokens of all rows, int32: each row's words and <eos>, or, for other tokenizers, its text and a newline.
 
@@ -106,20 +117,26 @@ def token_stream(
     Args:
         split: what messages call the rows.
         row_of: translates the number of a row for them.
+        marks_words: instead give each row's text and END, each token that goes on with the word before it as ~id, and nothing
+            of rows without a token.
 
     Raises:
         DataError: a row that is read in place has no text.
     """
 
     def make() -> dict[str, Any]:
-        return {"input_ids": Stream(np.int32, None, _tokens(rows.select_columns([column]), tokenizer, split, row_of))}
+        tokens = _tokens(rows.select_columns([column]), tokenizer, split, row_of, marks_words)
+        return {"input_ids": Stream(np.int32, None, tokens)}
 
-    return cached_arrays(["stream", rows._fingerprint, tokenizer_key(tokenizer), column], make)["input_ids"]
+    kind = "marked stream" if marks_words else "stream"
+    return cached_arrays([kind, rows._fingerprint, tokenizer_key(tokenizer), column], make)["input_ids"]
 
 
-def _tokens(rows: Any, tokenizer: Any, split: str, row_of: Callable[[int], Any]) -> Iterator[np.ndarray]:
+def _tokens(rows: Any, tokenizer: Any, split: str, row_of: Callable[[int], Any], marks_words: bool) -> Iterator[np.ndarray]:
     (column,) = rows.column_names
     newline, end = ("", array("i", [tokenizer.eos_token_id]).tobytes()) if has_whole_words(tokenizer) else ("\n", b"")
+    if marks_words:
+        newline, end = "", array("i", [END]).tobytes()
     size = max(1, min(AT_ONCE, len(rows) * AT_ONCE_BYTES // max(rows.data.nbytes, 1)))
     done, say = 0, saying(f"Tokenizing {split}", len(rows))
     for table in rows.with_format("arrow").iter(size):
@@ -127,7 +144,8 @@ def _tokens(rows: Any, tokenizer: Any, split: str, row_of: Callable[[int], Any])
             some = rows.select(range(done, done + len(table))).read()
             check_texts(some, column, split, True, [*map(row_of, some.numbers.tolist())].__getitem__)
         lines = [text.rstrip("\r\n") + newline for text in table.column(0).to_pylist()]
-        yield np.frombuffer(end.join([*ids_of(lines, tokenizer), b""]), np.int32)
+        found = filter(None, ids_of(lines, tokenizer, marks_words=True)) if marks_words else ids_of(lines, tokenizer)
+        yield np.frombuffer(end.join([*found, b""]), np.int32)
         say(done := done + len(lines))
 
 

@@ -28,10 +28,14 @@ _PATTERNS = {_WORDS % digits for digits in ("", "{1,3}")}
 
 
 class Pieces:
-    """Makes the token ids of texts as a tokenizer of transformers would, without its special tokens."""
+    """Makes the token ids of texts as a tokenizer of transformers would, without its special tokens.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast):
-        self._tokenizer, self._backend = tokenizer, tokenizer.backend_tokenizer
+    Args:
+        marks_words: give each token that goes on with the word before it as ~id, which is below 0.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, marks_words: bool = False):
+        self._tokenizer, self._backend, self._marks_words = tokenizer, tokenizer.backend_tokenizer, marks_words
         self._cut = cutter(self._backend)
         self._known: dict[str, bytes] = {}
         self._size = 0  # in characters
@@ -53,6 +57,8 @@ class Pieces:
         return [b"".join([first, *map(known.__getitem__, rest)]) for first, rest in zip(firsts, later, strict=True)]
 
     def _encoded(self, texts: Sequence[str]) -> list[bytes]:
+        if self._marks_words:  # the fast way knows no words
+            return [_marked(found.ids, found.word_ids) for found in self._backend.encode_batch(texts, add_special_tokens=False)]
         found = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [array("i", encoding.ids).tobytes() for encoding in found]
 
@@ -64,22 +70,32 @@ class Pieces:
         return before.tobytes(), after.tobytes()
 
 
-def ids_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
-    """Return the ids of each text, without special tokens, as the bytes of int32."""
-    if (pieces := pieces_of(tokenizer)) is not None:
+def ids_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, marks_words: bool = False) -> list[bytes]:
+    """Return the ids of each text, without special tokens, as the bytes of int32; ``marks_words`` as ``Pieces`` has it.
+
+    To a slow tokenizer each token is a word.
+    """
+    if (pieces := pieces_of(tokenizer, marks_words)) is not None:
         return pieces.ids(texts)
-    found = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    return [array("i", ids).tobytes() for ids in found]
+    found = tokenizer(list(texts), add_special_tokens=False, verbose=False)
+    if marks_words and tokenizer.is_fast:
+        return [_marked(ids, found.word_ids(index)) for index, ids in enumerate(found["input_ids"])]
+    return [array("i", ids).tobytes() for ids in found["input_ids"]]
+
+
+def _marked(ids: Sequence[int], words: Sequence[int | None]) -> bytes:
+    pairs = zip(ids, words, [None, *words], strict=False)
+    return array("i", [~token if word == before is not None else token for token, word, before in pairs]).tobytes()
 
 
 @lru_cache(maxsize=2)
-def pieces_of(tokenizer: PreTrainedTokenizerBase) -> Pieces | None:
+def pieces_of(tokenizer: PreTrainedTokenizerBase, marks_words: bool = False) -> Pieces | None:
     """Return the pieces of a tokenizer; None if it is slow, or does more to a text than its backend."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     kind = type(tokenizer)
     is_plain = tokenizer.is_fast and kind._encode_plus is PreTrainedTokenizerFast._encode_plus
-    return Pieces(tokenizer) if is_plain and kind.__call__ is PreTrainedTokenizerBase.__call__ else None
+    return Pieces(tokenizer, marks_words) if is_plain and kind.__call__ is PreTrainedTokenizerBase.__call__ else None
 
 
 def cutter(backend: Any) -> Callable[[str], list[str]] | None:

@@ -33,6 +33,7 @@ TASKS = {
     "ImageRestoration": ("image-to-image", "that restores images"),
     "KTO": ("text-generation", "that answers chats as people judge to be good"),
     "LanguageModeling": ("text-generation", "that continues texts"),
+    "MaskedLanguageModeling": ("fill-mask", "that fills gaps in texts"),
     "Preferences": ("text-generation", "that answers chats as people prefer"),
     "ProcessReward": ("token-classification", "that judges the steps of solutions"),
     "Reranking": ("text-ranking", "that scores texts for a query"),

@@ -6,6 +6,7 @@ from hftune.tasks.image_classification import ImageClassification
 from hftune.tasks.image_restoration import ImageRestoration
 from hftune.tasks.kto import KTO
 from hftune.tasks.language_modeling import LanguageModeling
+from hftune.tasks.masked_language_modeling import MaskedLanguageModeling
 from hftune.tasks.preferences import Preferences
 from hftune.tasks.process_reward import ProcessReward
 from hftune.tasks.reranking import Reranking
@@ -23,6 +24,7 @@ __all__ = [
     "ImageClassification",
     "ImageRestoration",
     "LanguageModeling",
+    "MaskedLanguageModeling",
     "Preferences",
     "ProcessReward",
     "Reranking",

@@ -16,8 +16,8 @@ from hftune.data.chats import ChatError, ChatFormat, fitted, messages_of, tools_
 from hftune.data.messages import BadChat
 from hftune.errors import DataError
 from hftune.metrics.records import directions
+from hftune.tasks.blocks import perplexity, token_rows
 from hftune.tasks.chat_task import ChatTask
-from hftune.tasks.language_modeling import perplexity, token_rows
 from hftune.tasks.text import TokenTask, beginning, score_names, text_scores
 
 if TYPE_CHECKING:

@@ -574,8 +574,12 @@ def beginning(text: str, most: int = MAX_SHOWN) -> str:
 
 def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], trained: Sequence[bool]) -> list[tuple[str, bool]]:
     """Return the text of tokens, special ones included, cut where training begins or ends, each piece with whether it is."""
-    groups = groupby(zip(ids, trained, strict=True), key=lambda pair: pair[1])
-    return [(tokenizer.decode([token for token, _ in group]), bool(is_trained)) for is_trained, group in groups]
+    found, read, text = [], list[int](), ""
+    for is_trained, group in groupby(zip(ids, trained, strict=True), key=lambda pair: pair[1]):
+        read += [token for token, _ in group]
+        before, text = text, tokenizer.decode(read, clean_up_tokenization_spaces=False)  # with the space before a word
+        found.append((text[len(before) :], bool(is_trained)))
+    return found
 
 
 def token_loss(logits_NTV: Tensor, labels_NT: Tensor, reduction: str = "sum") -> Tensor:

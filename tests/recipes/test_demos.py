@@ -129,6 +129,15 @@ DEMOS = {
         (2, 4),
         counts=False,
     ),
+    "masks": Demo(
+        "masked_lm_demo",
+        (
+            *(*FEW, "train.micro_batch_tokens=null", "task.masking=spans", "train.epochs=3", "train.warmup_ratio=0"),
+            *(*(word for word in TINY if "max_length" not in word), "task.block_length=48"),
+        ),
+        (2, 4),
+        counts=False,
+    ),
     "chats": Demo(
         "chats_demo",
         (*FEW, "train.micro_batch_tokens=null", "train.epochs=2", "task.model_config.attention_dropout=0.1"),
