@@ -43,7 +43,8 @@ class Parts:
     """What is built from a recipe, before the processes have joined."""
 
     datasets: Mapping[str, Any]
-    """"train"; "eval" unless the recipe never evaluates; and, if the recipe has one, "test"."""
+    """"train"; unless the recipe never evaluates, "eval" and, for each of ``eval.sets``, "eval/NAME"; and, if there is one,
+    "test"."""
     plan: BatchPlan
     model: nn.Module
     """On the CPU, with the same weights on every process; or on the meta device, with an attribute ``unread``, until it is
@@ -183,7 +184,7 @@ def load_datasets(recipe: Recipe) -> Mapping[str, Any]:
         datasets = task.datasets()
     if recipe.eval.is_off:
         datasets = {split: rows for split, rows in datasets.items() if split != "eval"}
-    for split in ("train", *(() if recipe.eval.is_off else ("eval",)), *({"test"} & datasets.keys())):
+    for split in ("train", *(() if recipe.eval.is_off else recipe.eval.splits), *({"test"} & datasets.keys())):
         if split not in datasets or len(datasets[split]) == 0:
             without = " eval.every=never trains without evaluation." if split == "eval" else ""
             raise DataError(f"{type(task).__name__}.datasets() returned no samples for {split!r}.{without}")

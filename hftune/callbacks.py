@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from pprint import pformat
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from hftune.config.importing import import_named
 from hftune.errors import ConfigError, first_line, format_value
@@ -190,10 +190,12 @@ class Log:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationDone(_Moment):
-    """The eval split was scored, or at the end the test split, by the best model."""
+    """The eval split was scored, then each of ``eval.sets``; or at the end the test split, by the best model."""
 
-    split: Literal["eval", "test"]
+    split: str
+    """eval; eval/NAME for one of ``eval.sets``; or test."""
     metrics: Mapping[str, Any]
+    """By their names; of the eval split, those of each of ``eval.sets`` follow as NAME/metric."""
     rows: Sequence[Mapping[str, Any]] = field(repr=False)
     """The lines of predictions.jsonl, one a sample, in the order of the data. Empty on other processes than the main one."""
     samples: Sequence[Mapping[str, Any]] = field(default=(), repr=False)

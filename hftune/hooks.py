@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -122,6 +123,12 @@ class Hooks:
         Called after ``datasets`` and ``build_model``. A run is resumed only with the same commits.
         """
         return {}
+
+    # config/recipe.py and milestones.py: which data are evaluated on
+    eval_sets: Mapping[str, Any] = MappingProxyType({})
+    """``eval.sets`` of the recipe. ``datasets`` returns each as "eval/NAME"."""
+    described: str = "eval"
+    """The split whose rows ``describe`` is given: "eval", or "eval/NAME"."""
 
     # milestones.py and evaluation.py, for terminal, trackers and reports: what is shown of an evaluation
     sample_fields: ClassVar[Sequence[str]] = ()

@@ -20,6 +20,7 @@ from hftune.milestones import (
     Run,
     checkpoint_is_due,
     evaluate_and_keep,
+    evaluate_at_start,
     evaluation_is_due,
     interrupt,
     log,
@@ -36,6 +37,8 @@ def fit(run: Run) -> None:
     Raises:
         Interrupted: a process was asked to stop; the step was finished and a checkpoint written.
     """
+    if run.recipe.eval.on_start and not run.state.step:
+        evaluate_at_start(run)
     if run.state.step and evaluation_is_due(run):  # an earlier attempt was stopped in the middle of it
         finish_step(run)
     with frozen_garbage() as freeze, closing(batches_to_come(run)) as batches:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 from hftune.atomic import GrowingFile
@@ -177,27 +177,54 @@ def evaluate_and_keep(run: Run) -> None:
     """
     with run.clock.paused():
         run.strategy.progress.stage(f"the evaluation after step {run.state.step}")
-        workers, should_stop = run.recipe.train.num_workers, lambda: bool(run.stop)
         with run.strategy.sharding.averaged():
-            evaluation = evaluate(
-                run.strategy, run.datasets["eval"], run.recipe.eval, workers, should_stop, on_scored=run.on_scored
-            )
-            if evaluation is not None:
-                keep(run, evaluation)
+            found = evaluations(run, lambda: bool(run.stop))
+            if found is not None:
+                keep(run, found)
         run.evaluated = time.monotonic()
-        if evaluation is None:  # with the weights in training, which the checkpoint needs
+        if found is None:  # with the weights in training, which the checkpoint needs
             interrupt(run)
 
 
-def keep(run: Run, evaluation: Evaluation) -> None:
-    """Log an evaluation, export the model if it is the best so far, and let callbacks hear of it. Collective.
+def evaluate_at_start(run: Run) -> None:
+    """Evaluate and log the model that training begins with, which is not the best of those that are trained. Collective.
+
+    A request to stop waits: nothing has been trained that a checkpoint could hold.
+    """
+    with run.clock.paused():
+        run.strategy.progress.stage("the evaluation before the first step")
+        found = evaluations(run, lambda: False) or {}
+        log(run, {f"eval/{name}": value for name, value in found["eval"].metrics.items()})
+        tell_evaluations(run, found)
+
+
+def evaluations(run: Run, should_stop: Callable[[], bool]) -> dict[str, Evaluation] | None:
+    """Evaluate on the eval split and on each of ``eval.sets``, or return None as ``evaluate`` does. Collective."""
+    found = {}
+    for split in run.recipe.eval.splits:
+        config = run.recipe.eval if split == "eval" else replace(run.recipe.eval, show_samples=0)
+        workers = run.recipe.train.num_workers
+        evaluation = evaluate(run.strategy, run.datasets[split], config, workers, should_stop, on_scored=run.on_scored)
+        if evaluation is None:
+            return None
+        found[split] = evaluation
+    found["eval"].metrics |= {
+        f"{split.removeprefix('eval/')}/{name}": value
+        for split in run.recipe.eval.splits[1:]
+        for name, value in found[split].metrics.items()
+    }
+    return found
+
+
+def keep(run: Run, found: Mapping[str, Evaluation]) -> None:
+    """Log what ``evaluations`` returns, export the model if it is the best so far, and let callbacks hear of it. Collective.
 
     Raises:
         TrainingError: as ``evaluate_and_keep``.
     """
-    recipe, state, strategy = run.recipe, run.state, run.strategy
-    log(run, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
-    score = score_of(evaluation.metrics, recipe.eval.metric, state.step)
+    recipe, state, strategy, metrics = run.recipe, run.state, run.strategy, found["eval"].metrics
+    log(run, {f"eval/{name}": value for name, value in metrics.items()})
+    score = score_of(metrics, recipe.eval.metric, state.step)
     is_best = state.best is None or (score > state.best if recipe.greater_is_better else score < state.best)
     if is_best:
         state.best, state.best_step = score, state.step
@@ -205,9 +232,8 @@ def keep(run: Run, evaluation: Evaluation) -> None:
     strategy.progress.stage(f"saving after step {state.step}")
     if is_best:
         export_model(run, "model", {"step": state.step, "metric": recipe.eval.metric, "value": score})
-    run.tell_while_waiting("on_evaluation", lambda: evaluation_done(run, evaluation))
-    log(run, {})
-    state.evaluated_step, state.evaluation_is_asked, state.metrics = state.step, False, evaluation.metrics
+    tell_evaluations(run, found)
+    state.evaluated_step, state.evaluation_is_asked, state.metrics = state.step, False, metrics
 
 
 def export_model(run: Run, name: str, about: Mapping[str, Any] | None = None) -> None:
@@ -223,22 +249,30 @@ def export_model(run: Run, name: str, about: Mapping[str, Any] | None = None) ->
     run.strategy.on_main(lambda: export(recipe.task, model, folder, known, recipe.adapter.export))
 
 
-def evaluation_done(run: Run, evaluation: Evaluation) -> EvaluationDone:
-    """Return what callbacks hear of an evaluation of the eval split."""
+def tell_evaluations(run: Run, found: Mapping[str, Evaluation]) -> None:
+    """Let callbacks hear of each evaluation, by split, and log what they log. Collective."""
+    for split, evaluation in found.items():
+        run.tell_while_waiting("on_evaluation", partial(evaluation_done, run, split, evaluation))
+    log(run, {})
+
+
+def evaluation_done(run: Run, split: str, evaluation: Evaluation) -> EvaluationDone:
+    """Return what callbacks hear of an evaluation of the eval split, or of one of ``eval.sets``."""
     task, state = run.recipe.task, run.state
+    task.described = split
     rows = ask(task, "describe", evaluation.rows, evaluation.rows) if run.strategy.is_main else []
     samples = [{name: row[name] for name in task.sample_fields} for row in rows[: run.recipe.eval.show_samples]]
     return EvaluationDone(
         step=state.step,
         epoch=run.epoch(),
         wishes=run.wishes,
-        split="eval",
+        split=split,
         metrics=evaluation.metrics,
         rows=rows,
         samples=samples,
         images=evaluation.images,
         captions=[ask(task, "caption", "", row) for row in rows[: len(evaluation.images)]],
         labels=ask(task, "labels", None),
-        best=state.best,
-        best_step=state.best_step,
+        best=state.best if split == "eval" else None,
+        best_step=state.best_step if split == "eval" else None,
     )

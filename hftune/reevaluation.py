@@ -65,7 +65,7 @@ def evaluate(
     Args:
         model: folder of the finished model, on every node. Ignored if there is a checkpoint.
         checkpoint: folder of a checkpoint, on the main node. It is loaded as resuming would: data, model, then its weights.
-        split: "eval" or "test".
+        split: "eval", "eval/NAME" for one of ``eval.sets``, or "test".
         show_samples: number of samples to draw, see ``Evaluation.images``.
 
     Raises:

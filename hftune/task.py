@@ -166,7 +166,7 @@ class Task(ABC):
         from safetensors.torch import save_model
 
         save_model(model, str(directory / "model.safetensors"))
-        names = {item.name for item in fields(self)} | {"evaluates"}
+        names = {item.name for item in fields(self)} | {"evaluates", "eval_sets", "described"}
         cached = {name for kind in type(self).__mro__ for name, item in vars(kind).items() if isinstance(item, cached_property)}
         derived = {name: value for name, value in vars(self).items() if name not in names | cached and _survives_json(value)}
         if derived:

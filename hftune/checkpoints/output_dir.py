@@ -256,7 +256,8 @@ def start_folder(path: Path) -> None:
         *GROWING,  # tensorboard would draw both runs in one plot
     ):
         shutil.rmtree(path / name, ignore_errors=True)
-    for name in ("result.json", "receipt.json", "predictions.jsonl", OUT_OF_FOLD, REPORT, *HISTORY):
+    predictions = (file.name for file in path.glob("predictions*.jsonl"))
+    for name in ("result.json", "receipt.json", *predictions, OUT_OF_FOLD, REPORT, *HISTORY):
         (path / name).unlink(missing_ok=True)
 
 

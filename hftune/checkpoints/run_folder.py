@@ -20,6 +20,11 @@ PROFILE = "profile"
 """Subfolder with the traces of ``train.profile``."""
 
 
+def predictions_file(split: str) -> str:
+    """Return the name of the file with the predictions of the last evaluation: of "eval", or of "eval/NAME"."""
+    return f"predictions{split.removeprefix('eval').replace('/', '_')}.jsonl"
+
+
 def here(run: str | Path, *parts: str, key: str = "") -> Path:
     """Return a run, or a part of it, as a path of this machine; see ``fetched`` for what is at an address."""
     if not is_address(str(run)):

@@ -12,7 +12,7 @@ from hftune.commands.arguments import add_trust_code, check_output, run_path, wr
 from hftune.config.addresses import is_address
 from hftune.data.sources import held_out_key, names_eval_data
 from hftune.distributed.process_info import ProcessInfo
-from hftune.errors import ConfigError, first_line, is_number
+from hftune.errors import ConfigError, did_you_mean, first_line, is_number
 
 if TYPE_CHECKING:
     from hftune.config import Recipe
@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="output folder of a run, such as outputs/yelp, its address, or recipe=PATH.yaml; then overrides, KEY=VALUE",
     )
     parser.add_argument("--checkpoint", type=run_path, help="checkpoint to evaluate instead of the model")
-    parser.add_argument("--split", choices=("eval", "test"), default="eval", help="split to evaluate on (default %(default)s)")
+    parser.add_argument(
+        "--split", default="eval", help="split to evaluate on: eval, test or one of eval.sets (default %(default)s)"
+    )
     parser.add_argument("--output", type=Path, help="JSON file for the metrics")
     parser.add_argument(
         "--track", action="store_true", help="record the evaluation as a run of its own at the trackers of track.with"
@@ -44,7 +46,10 @@ def run(options: argparse.Namespace) -> int:
     from hftune.config import Recipe
 
     recipe = Recipe.from_argv(words, options.trust_code)
-    if options.split == "eval" and recipe.eval.is_off:
+    if options.split not in (known := ("eval", "test", *recipe.eval.sets)):
+        raise ConfigError(f"--split {options.split} is not one of {', '.join(known)}.{did_you_mean(options.split, known)}")
+    split = f"eval/{options.split}" if options.split in recipe.eval.sets else options.split
+    if split == "eval" and recipe.eval.is_off:
         recipe = with_evaluation(recipe)
     recipe.validate()
     source = next(word for word in given if word.startswith("recipe=")).partition("=")[2]
@@ -70,12 +75,12 @@ def run(options: argparse.Namespace) -> int:
 
     hide_progress_bars()
     shown = 0 if tracked_as is None else recipe.eval.show_samples
-    score = evaluate(recipe, model, checkpoint, options.split, shown)
+    score = evaluate(recipe, model, checkpoint, split, shown)
     if score.is_main:
         report(score, options.output)
         if tracked_as is not None:
             try:
-                track_evaluation(tracked_as, score, options.split)
+                track_evaluation(tracked_as, score, split)
             except Exception as error:  # whatever a tracker's package raises: the metrics are printed by now
                 reason = str(error) if isinstance(error, ConfigError) else first_line(error)
                 print(warning(f"The evaluation was not recorded at the trackers: {reason}"), flush=True)

@@ -82,6 +82,8 @@ class Recipe(RunConfig):
         super().__post_init__()
         if self.task.evaluates == self.eval.is_off:
             self.task.evaluates = not self.eval.is_off
+        if self.task.eval_sets != self.eval.sets:
+            self.task.eval_sets = self.eval.sets
 
     @classmethod
     def load(cls, source: str | Path, *overrides: str | Mapping[str, Any], trust_code: bool = True) -> Recipe:
@@ -154,18 +156,19 @@ class Recipe(RunConfig):
             raise ConfigError([self.source.locate(problem) for problem in problems], self.recipe)
 
     def _metric_problems(self) -> Iterator[str]:
-        metric, given, task = self.eval.metric, self.eval.greater_is_better, type(self.task).__name__
+        given, task = self.eval.greater_is_better, type(self.task).__name__
+        metric, name = self.eval.metric, self.eval.metric_name
         directions = self.task.metric_directions
         if clash := next((name for name in self.eval.metrics if name in ("loss", *(directions or ()))), None):
             yield f"eval.metrics={clash}: {task} computes {clash} by itself. Leave it out."
-        if directions is not None and metric not in (known := ("loss", *directions)) and self.eval.metrics:
+        if directions is not None and name not in (known := ("loss", *directions)) and self.eval.metrics:
             if given is None:
                 yield (
                     f"eval.metric={metric}: a metric of eval.metrics does not declare whether greater is better. Set "
                     "eval.greater_is_better to true or false."
                 )
-        elif directions is not None and metric not in known:
-            hint = did_you_mean(metric, known)
+        elif directions is not None and name not in known:
+            hint = did_you_mean(metric, [*known, *(f"{each}/{one}" for each in self.eval.sets for one in known)])
             yield f"eval.metric={metric!r} is not computed by {task}. It computes: {', '.join(known)}.{hint}"
         elif (direction := self.declared_direction) is not None and given not in (None, direction == "max"):
             better = "greater" if direction == "max" else "smaller"
@@ -176,7 +179,7 @@ class Recipe(RunConfig):
         elif direction is None and given is None:
             yield (
                 f"eval.metric={metric}: {task} does not declare whether greater is better. Set eval.greater_is_better to true "
-                f'or false, or give {task} metric_directions = {{"{metric}": "max"}}, or "min".'
+                f'or false, or give {task} metric_directions = {{"{name}": "max"}}, or "min".'
             )
 
     def _batch_loss_problems(self) -> Iterator[str]:
@@ -265,7 +268,8 @@ class Recipe(RunConfig):
     @property
     def declared_direction(self) -> Direction | None:
         """The task's direction of ``eval.metric``; None if it declares none, as for metrics of ``eval.metrics``."""
-        return "min" if self.eval.metric == "loss" else (self.task.metric_directions or {}).get(self.eval.metric)
+        name = self.eval.metric_name
+        return "min" if name == "loss" else (self.task.metric_directions or {}).get(name)
 
     @property
     def greater_is_better(self) -> bool:

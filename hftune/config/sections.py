@@ -319,8 +319,15 @@ class EvalConfig(Section):
     batch_tokens: int | None = key(None, ge=1, changes="nothing")
     """Maximum number of padded tokens in one forward pass of the evaluation, unless a single sample has more. When titles are
     generated with beams, each token counts once for each beam. null: no limit."""
+    on_start: bool = key(False, changes="output")
+    """Whether to evaluate before the first step, too, for the curves to begin with; the best model is one that was trained."""
+    sets: dict[str, Any] = key(dict, changes="output")
+    """More sets to evaluate on each time, by name, for tasks that read rows: {shifted: VALUE} computes eval/shifted/accuracy. A
+    value is a split of task.dataset, a file, a list of files or, as in task.datasets, {dataset or data_files, split, columns}.
+    task.max_eval_samples counts the rows of each. See docs/own-data.md."""
     metric: str = key("loss", changes="output")
-    """The metric that picks the best model: loss, or one that the task or eval.metrics computes."""
+    """The metric that picks the best model: loss, or one that the task or eval.metrics computes; of one of eval.sets, with its
+    name in front, such as shifted/accuracy."""
     metrics: list[str] = key(list, changes="output")
     """Metrics to compute in addition to the task's: names of evaluate modules, paths of their scripts, or dotted paths of
     functions that take the rows of a whole split and return a dict of metrics or one number."""
@@ -343,6 +350,16 @@ class EvalConfig(Section):
             yield f"eval.min_improvement={self.min_improvement} needs eval.patience, the number of evaluations to wait for it."
         if repeated := [name for name in self.metrics if self.metrics.count(name) > 1]:
             yield f"eval.metrics={format_value(self.metrics)} names {repeated[0]} twice."
+        for name in self.sets if self.is_off else ():
+            yield f"eval.sets.{name} needs evaluations, but eval.every=never. Leave one of them out."
+        if self.on_start and self.is_off:
+            yield "eval.on_start=true needs evaluations, but eval.every=never. Leave one of them out."
+        for name in self.sets:
+            if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name in ("eval", "test", "train"):
+                yield (
+                    f"eval.sets.{name}: metrics and files have the name of a set. Use letters, digits, - and _, and not train, "
+                    "eval or test."
+                )
 
     @property
     def interval(self) -> Every:
@@ -353,6 +370,17 @@ class EvalConfig(Section):
     def is_off(self) -> bool:
         """Whether there is no evaluation."""
         return self.interval.is_never
+
+    @property
+    def splits(self) -> list[str]:
+        """The splits of each evaluation: "eval", and "eval/NAME" for each of ``sets``."""
+        return ["eval", *(f"eval/{name}" for name in self.sets)]
+
+    @property
+    def metric_name(self) -> str:
+        """``metric`` without the set that it is of."""
+        first, _, rest = self.metric.partition("/")
+        return rest if first in self.sets else self.metric
 
     def falls_on(self, step: int, num_steps: int, steps_per_epoch: int) -> bool:
         """Say whether an evaluation follows step ``step`` (from 1) of a run of ``num_steps``, whatever the clock says."""

@@ -161,7 +161,7 @@ def load_mixture(
         in_place(source, "train") or load_split(source, "train", str(entry.get("split", "train")))
         for entry, source in zip(entries, sources, strict=True)
     ]
-    loaded = [_renamed(*each) for each in zip(entries, sources, found, names, strict=True)]
+    loaded = [renamed(*each) for each in zip(entries, sources, found, names, strict=True)]
     common = [column for column in loaded[0].column_names if all(column in rows.column_names for rows in loaded)]
     if not common:
         listed = "; ".join(f"{name} has {', '.join(rows.column_names)}" for name, rows in zip(names, loaded, strict=True))
@@ -173,15 +173,20 @@ def load_mixture(
     return Mixture(names, loaded, [float(entry.get("weight", 1)) for entry in entries])
 
 
-def _renamed(entry: Mapping[str, Any], source: Source, rows: datasets.Dataset, name: str) -> datasets.Dataset:
-    renamed = {column: ours for ours, column in (entry.get("columns") or {}).items()}
-    for column, ours in renamed.items():
+def renamed(entry: Mapping[str, Any], source: Source, rows: datasets.Dataset, name: str) -> datasets.Dataset:
+    """Return rows with the columns that the entry of a data set names: ``columns: {text: review}``.
+
+    Raises:
+        DataError: there is no such column.
+    """
+    names = {column: ours for ours, column in (entry.get("columns") or {}).items()}
+    for column, ours in names.items():
         if column not in rows.column_names:
             hint = did_you_mean(column, rows.column_names)
             named = f"{source.key}.columns.{ours}={column}"
             raise DataError(f"{named} is not a column of {name}. It has: {', '.join(rows.column_names)}.{hint}")
-    rows = rows.remove_columns([ours for ours in renamed.values() if ours in rows.column_names and ours not in renamed])
-    return rows.rename_columns({column: ours for column, ours in renamed.items() if column != ours})
+    rows = rows.remove_columns([ours for ours in names.values() if ours in rows.column_names and ours not in names])
+    return rows.rename_columns({column: ours for column, ours in names.items() if column != ours})
 
 
 def _same_features(loaded: Sequence[datasets.Dataset], names: Sequence[str]) -> list[datasets.Dataset]:

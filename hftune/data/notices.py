@@ -57,6 +57,7 @@ def held_out(task: Any, total: int, what: str = "rows") -> list[str]:
 def unused_splits(task: Any, names: Iterable[str]) -> list[str]:
     """Return a notice of the splits that a data set has besides those that a task uses."""
     used = {split and split.partition("[")[0] for split in (task.train_split, task.eval_split, task.test_split)}
+    used |= {split.partition("[")[0] for split in task.source_splits.values()}
     if not (unused := [name for name in names if name not in used]):
         return []
     which = f"the split {unused[0]}" if len(unused) == 1 else f"the splits {' and '.join(unused)}"
@@ -79,8 +80,10 @@ def mixed(use: Sequence[Mapping[str, Any]], what: str = "rows") -> list[str]:
 def left_out(counts: Mapping[str, tuple[int, int]], what: str = "rows") -> list[str]:
     """Return a notice for each split that uses a subset only; ``counts``: samples used, and samples available."""
     return [
-        f"{DOING[split]} on {used:,} of {total:,} {what}: task.max_{split}_samples={used}; null takes all."
+        f"{DOING[kind]} on {used:,} of {total:,} {what}{f' of {name}' if name else ''}: task.max_{kind}_samples={used}; null "
+        "takes all."
         for split, (used, total) in counts.items()
+        for kind, _, name in [split.partition("/")]
         if used < total
     ]
 

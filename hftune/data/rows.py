@@ -45,10 +45,11 @@ have one cell more than the header, the first column would not be read at all. t
 
 
 def load_split(source: Source, split: str, source_split: str = "") -> datasets.Dataset:
-    """Load the rows of one split ("train", "eval" or "test") of a data set.
+    """Load the rows of one split of a data set.
 
     Args:
-        split: what it is used for: "train", "eval" or "test". A function is called with it; files are named by it.
+        split: what it is used for: "train", "eval", "test", or "eval/NAME" for one of ``eval.sets``. Files are named by it, and
+            a function is called with it, or with ``source_split`` for one of ``eval.sets``.
         source_split: name of the split on the Hub or in a folder, such as "train", "test" or "train[:10%]".
 
     Raises:
@@ -62,7 +63,7 @@ def load_split(source: Source, split: str, source_split: str = "") -> datasets.D
             key = source.query_key(split)
             rows = load_files("parquet", key, [query_file(key, str(source.dataset), source.queries[split])], split)
         elif source.kind == "function":
-            rows = _from_function(source.dataset, split)
+            rows = _from_function(source.dataset, source_split if split.startswith("eval/") else split)
         elif source.kind == "hub":
             rows = _from_hub(source, source_split)
         elif source.kind == "idx":
@@ -75,6 +76,8 @@ def load_split(source: Source, split: str, source_split: str = "") -> datasets.D
     except DataError as error:
         if split == "train" or "nknown split" not in str(error):
             raise
+        if split.startswith("eval/"):
+            raise DataError(f"{error} Set eval.sets.{split[5:]} to one of them.") from error
         instead = NO_EVAL_DATA if split == "eval" else "or to null"
         raise DataError(f"{error} Set task.{split}_split to one of them, {instead}.") from error
     if len(rows) == 0:

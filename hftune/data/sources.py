@@ -54,6 +54,8 @@ class Source:
     """Query of a database by split."""
     sheet: str | None = None
     """Sheet of Excel files to read; None: the first."""
+    names_files: bool = False
+    """Whether the value of ``key`` itself is the files."""
 
     @property
     def kind(self) -> str:
@@ -101,8 +103,8 @@ class Source:
         return self.dataset if self.dataset in FILE_FORMATS else file_format(self.paths(split)[0])
 
     def files_key(self, split: str) -> str:
-        """Return the key that names the files of a split; an entry of task.datasets has files to train on only."""
-        return f"{self.key}.data_files" + (f".{split}" if self.key == "task" else "")
+        """Return the key that names the files of a split; an entry of task.datasets or eval.sets has those of one only."""
+        return self.key if self.names_files else f"{self.key}.data_files" + (f".{split}" if self.key == "task" else "")
 
     def query_key(self, split: str) -> str:
         """Return the key that names the query of a split, likewise."""
@@ -252,6 +254,8 @@ MIXTURE_KEYS = (
     *("dataset", "dataset_config", "dataset_revision", "data_files", "split", "query", "sheet", "columns", "weight", "share"),
 )
 """Keys of an entry of ``task.datasets``."""
+SET_KEYS = ("dataset", "dataset_config", "dataset_revision", "data_files", "split", "sheet", "columns")
+"""Keys of an entry of ``eval.sets``."""
 MIXING = {"temperature": 0.1, "max_repeats": 1}
 """Keys of ``task.mixing`` that are numbers, and their least values."""
 
@@ -271,6 +275,62 @@ def mixture_source(entry: Mapping[str, Any], index: int, instead: str, options: 
     files, queries = ({"train": entry[name]} if entry.get(name) else None for name in ("data_files", "query"))
     named = Source(dataset, files, None, config, revision, f"task.datasets[{index}]", instead, options)
     return replace(named, queries=queries, sheet=entry.get("sheet"))
+
+
+def set_entry(task: Any, name: str) -> Mapping[str, Any]:
+    """Return what one of ``eval.sets`` says, with its keys: a text or list names files, or else a split of ``task.dataset``."""
+    value = task.eval_sets[name]
+    if isinstance(value, Mapping):
+        return value
+    are_files = isinstance(value, list) or bool(task.data_files) or file_format(value) is not None
+    return {"data_files" if are_files else "split": value}
+
+
+def set_source(task: Any, name: str) -> Source:
+    """Return where the rows of one of ``eval.sets`` come from: ``task.source``, unless it names another."""
+    entry = set_entry(task, name)
+    dataset, files = entry.get("dataset"), entry.get("data_files")
+    config, revision = entry.get("dataset_config"), entry.get("dataset_revision")
+    if dataset is None and files is None:
+        if config is None and revision is None:
+            return task.source
+        own = task.source
+        return replace(own, config=config or own.config, revision=revision or own.revision, key=f"eval.sets.{name}")
+    if files is not None and dataset is None and task.dataset in FILE_FORMATS:
+        dataset = task.dataset
+    return Source(
+        *(dataset, files and {f"eval/{name}": files}, None, config, revision, f"eval.sets.{name}"),
+        instead=f"eval.sets.{name}=FILE",
+        options=task.storage_options,
+        sheet=entry.get("sheet"),
+        names_files=not isinstance(task.eval_sets[name], Mapping),
+    )
+
+
+def set_problems(task: Any) -> Iterator[str]:
+    """Yield the problems of ``eval.sets``, one sentence each."""
+    for name, value in task.eval_sets.items():
+        key = f"eval.sets.{name}"
+        if not isinstance(value, str | list | Mapping) or not value:
+            yield (
+                f"{key}={format_value(value)} names no rows: give it a split of task.dataset, files, or {{dataset: ..., "
+                "split: ...}."
+            )
+            continue
+        entry = set_entry(task, name)
+        if "data_files" in entry or "dataset" in entry:
+            yield from _entry_problems(entry, key, SET_KEYS, not isinstance(value, Mapping))
+            if ":" in str(entry.get("dataset") or ""):
+                yield f"{key}.dataset={entry['dataset']} must be a data set on the Hub or a folder. Make the others files."
+            continue
+        yield from _entry_problems({"dataset": "of/task", **entry}, key, SET_KEYS)
+        if "split" not in entry:
+            yield f"{key}.split is missing: which rows to evaluate on."
+        if task.source.kind in ("files", "database") or task.dataset is None:
+            yield (
+                f"{key}={format_value(value)} names a split, and task.dataset no data set that has splits. Name files, or give "
+                "{dataset: ..., split: ...}."
+            )
 
 
 def mixture_problems(task: Any) -> Iterator[str]:
@@ -321,19 +381,22 @@ def _is_number(value: Any, below: float = 1e6) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < below
 
 
-def _entry_problems(entry: Mapping[str, Any], key: str) -> Iterator[str]:
+def _entry_problems(
+    entry: Mapping[str, Any], key: str, keys: Sequence[str] = MIXTURE_KEYS, names_files: bool = False
+) -> Iterator[str]:
     for name in entry:
-        if name not in MIXTURE_KEYS:
-            yield f"{key}.{name} is not a key. Keys: {', '.join(MIXTURE_KEYS)}.{did_you_mean(str(name), MIXTURE_KEYS)}"
+        if name not in keys:
+            yield f"{key}.{name} is not a key. Keys: {', '.join(keys)}.{did_you_mean(str(name), keys)}"
     dataset, files = entry.get("dataset"), entry.get("data_files")
     if dataset is None and files is None:
         yield f"{key} names no data: give it data_files or dataset."
     elif isinstance(files, Mapping):
-        yield f"{key}.data_files={dict(files)} must be a path, a glob or a list of them: all of these files are trained on."
+        yield f"{key}.data_files={dict(files)} must be a path, a glob or a list of them: all of these files are used."
     else:
         queries = {"train": entry["query"]} if "query" in entry else None
         sheet = entry.get("sheet")
         named = Source(dataset and str(dataset), files and {"train": files}, key=key, queries=queries, sheet=sheet)
+        named = replace(named, names_files=names_files)
         yield from named.problems(needs_eval=False)
     for name in ("dataset", "dataset_config", "dataset_revision", "split", "sheet"):
         if not isinstance(value := entry.get(name), str | None):

@@ -27,7 +27,7 @@ class Split:
     """The rows of the data that one split uses."""
 
     name: str
-    """"train", "eval" or "test"."""
+    """"train", "eval", "eval/NAME" or "test"."""
     count: int | None = None
     """Number of rows to use; None for all."""
     share: float | None = None
@@ -49,7 +49,7 @@ class Split:
         Args:
             counts: number of rows to use, by split; None for all.
         """
-        if name == "test":
+        if name not in ("train", "eval"):
             return cls(name, counts[name])
         if task.eval_fold is not None:
             return cls(name, fold=(task.eval_fold[0], task.eval_fold[1]), in_order=in_order, pool=counts["train"])

@@ -31,7 +31,6 @@ SHOWN = 3
 """Differences to list; the rest are counted."""
 EARLY_S = 20.0
 """How long to wait for the main process in the early comparison."""
-SPLITS = ("train", "eval", "test")
 
 
 def fingerprint(recipe: Recipe | None) -> dict[str, Any]:
@@ -155,7 +154,7 @@ def data_digests(task: Task, datasets: Mapping[str, Any]) -> dict[str, str]:
     It is of all that the data set holds, the samples' lengths, and eight samples spread over it as the model would see them.
     """
     digests = {}
-    for split in filter(datasets.__contains__, SPLITS):
+    for split in filter(datasets.__contains__, ("train", "eval", *(f"eval/{name}" for name in task.eval_sets), "test")):
         dataset, count = datasets[split], len(datasets[split])
         digest = sha256(content_digest(dataset).encode())
         known: Any = range(count)

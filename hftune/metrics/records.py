@@ -133,13 +133,27 @@ def record_of(key: str) -> Metric:
 
 
 def chart_key(key: str) -> str:
-    """Return the key of the chart that a curve is drawn in: "perf/*/gpu*_power_w" for "perf/host1/gpu0_power_w"."""
+    """Return the key of the chart that a curve is drawn in: "perf/*/gpu*_power_w" for "perf/host1/gpu0_power_w".
+
+    Those of ``eval.sets`` are drawn beside that of the eval split.
+    """
     first, *between, last = key.split("/") if "/" in key else ("", key)
+    if first == "eval":
+        return f"eval/{last}"
     return f"{first}/*/{re.sub('^gpu[0-9]+_', 'gpu*_', last)}" if between else key
 
 
+def title_of(key: str) -> str:
+    """Return the title of a metric of an evaluation, with the one of ``eval.sets`` that it is of."""
+    place = place_of(key)
+    return f"{record_of(key).title}{f' on {place}' if place else ''}"
+
+
 def place_of(key: str) -> str:
-    """Return which host or process, and which GPU, a curve is of: "host1 gpu0" for "perf/host1/gpu0_power_w"; "" if none."""
+    """Return which host or process, and which GPU, or which of ``eval.sets``, a curve is of; "" if none.
+
+    "host1 gpu0" for "perf/host1/gpu0_power_w".
+    """
     between, last = key.split("/")[1:-1], key.rpartition("/")[2]
     gpu = re.match("gpu[0-9]+(?=_)", last)
     return " ".join([*between, gpu[0]] if gpu and between else between)

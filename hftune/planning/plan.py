@@ -129,7 +129,7 @@ def make_plan(recipe: Recipe, num_processes: int = 1, device: str | None = None,
     plan = Plan(
         recipe.recipe,
         num_processes,
-        replace(found.data, eval_samples=len(datasets.get("eval", ()))),
+        replace(found.data, eval_samples=sum(len(datasets[split]) for split in recipe.eval.splits if split in datasets)),
         Steps(num_steps, per_epoch, num_steps / per_epoch, batches.batch_size),
         found.work,
         [Rate(step, lr_at(step - 1, num_steps, config, per_epoch), moments[step]) for step in sorted(moments)],

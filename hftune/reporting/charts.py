@@ -62,7 +62,7 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     picked = {f"eval/{point[0]}" for run in runs if (point := run.best_point())}
     groups = [*GROUPS]
     for key in sorted(keys, key=lambda key: (groups.index(group_of(key)), key not in picked)):
-        name = "train/loss" if joins_losses and key == "eval/loss" else chart_key(key)
+        name = "train/loss" if joins_losses and chart_key(key) == "eval/loss" else chart_key(key)
         if name not in found:
             found[name] = Chart(name, record_of(name).title, record_of(name).unit, GROUPS[group_of(name)])
         for run_index, run in enumerate(runs):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hftune.errors import cut, is_number
-from hftune.metrics.records import record_of
+from hftune.metrics.records import title_of
 from hftune.replay.comparison import compare
 from hftune.replay.findings import Finding, findings, remarks
 from hftune.replay.run_record import RunRecord, flat, plain
@@ -53,9 +53,9 @@ def comparison_section(runs: Sequence[RunRecord]) -> Section | None:
     points = [run.best_point() for run in runs]
     metrics = list(dict.fromkeys(point[0] for point in points if point))
     keys = list(dict.fromkeys(key for run in runs for key in run.log.curves if key.startswith(("eval/", "test/"))))
-    head = ["run", *(f"best {lower_first(record_of(f'eval/{name}').title)}" for name in metrics), "at step"]
+    head = ["run", *(f"best {lower_first(title_of(f'eval/{name}'))}" for name in metrics), "at step"]
     head += [
-        f"{'last' if key.startswith('eval/') else 'test'} {lower_first(record_of(key).title).removeprefix('evaluation ')}"
+        f"{'last' if key.startswith('eval/') else 'test'} {lower_first(title_of(key)).removeprefix('evaluation ')}"
         for key in keys
     ]
     head += ["steps", "time", "processes"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hftune.errors import cut, is_number
-from hftune.metrics.records import place_of, record_of
+from hftune.metrics.records import place_of, record_of, title_of
 from hftune.replay.run_record import RunRecord, flat, mapping
 from hftune.reporting.blocks import (
     Block,
@@ -62,7 +62,7 @@ def key_facts(run: RunRecord) -> list[tuple[str, str, str]]:
     found: list[tuple[str, str, str]] = []
     if point := run.best_point():
         metric, step, value = point
-        name = lower_first(record_of(f"eval/{metric}").title)
+        name = lower_first(title_of(f"eval/{metric}"))
         found.append((f"Best {name}", quantity(value, record_of(metric).unit).text, f"at step {step:,}"))
         if is_number(test := mapping(run.result.get("test")).get(metric)):
             found.append((f"Test {name}", quantity(test, record_of(metric).unit).text, "of the best model"))
@@ -141,11 +141,12 @@ def results_section(run: RunRecord) -> Section | None:
     rows = []
     for name in names:
         chosen = "picks the best model" if point and name == point[0] else ""
-        known = record_of(f"eval/{name}")
+        key = f"eval/{name}"
+        known = record_of(key)
         values = [log.value_at(f"eval/{name}", best)] if best is not None else []
         values += [log.value_at(f"eval/{name}", last)] if keys else []
         values += [tests[name].last() if name in tests else None] if tests else []
-        rows.append([Cell("metric", known.title, f"eval/{name}", chosen), *(quantity(value, known.unit) for value in values)])
+        rows.append([Cell("metric", title_of(key), key, chosen), *(quantity(value, known.unit) for value in values)])
     return section("Results", table(head, rows))
 
 

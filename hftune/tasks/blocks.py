@@ -69,9 +69,9 @@ class BlockTask(TokenTask):
         """Return the splits as blocks."""
         from hftune.data.blocks import JoinedBlocks
 
-        counts = {"train": self.max_train_samples, "eval": self.max_eval_samples, "test": self.max_test_samples}
+        counts = {"train": self.max_train_samples, "test": self.max_test_samples}
         blocks: dict[str, Any] = {
-            split: self.new_blocks(rows, split, split, counts[split])
+            split: self.new_blocks(rows, split, split, counts.get(split, self.max_eval_samples))
             for split, rows in self.rows.items()
             if split != "train" or self.mixed is None
         }

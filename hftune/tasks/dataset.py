@@ -15,7 +15,17 @@ from hftune.config.keys import key
 from hftune.data.columns import Role, check_column, chosen, find_columns, is_label
 from hftune.data.files import model_commit
 from hftune.data.hub import known
-from hftune.data.sources import INSTEAD, NO_EVAL_DATA, Source, held_out_key, held_out_problems, names_eval_data
+from hftune.data.sources import (
+    INSTEAD,
+    NO_EVAL_DATA,
+    Source,
+    held_out_key,
+    held_out_problems,
+    names_eval_data,
+    set_entry,
+    set_problems,
+    set_source,
+)
 from hftune.errors import format_value
 from hftune.task import Task
 
@@ -85,6 +95,7 @@ class DatasetTask(Task):
     def field_problems(self) -> Iterator[str]:
         """Yield what is wrong with the fields, for ``validate``."""
         yield from self.data_problems()
+        yield from set_problems(self)
         for field in ("label_names", "label_columns"):
             for name, count in Counter(getattr(self, field, None) or ()).items():
                 if count > 1:  # classes of one name could not be told apart
@@ -112,12 +123,22 @@ class DatasetTask(Task):
         )
 
     @cached_property
+    def set_sources(self) -> dict[str, Source]:
+        """Where the rows of each of ``eval.sets`` come from, by split: "eval/NAME"."""
+        return {f"eval/{name}": set_source(self, name) for name in self.eval_sets}
+
+    def source_of(self, split: str) -> Source:
+        """Return where the rows of a split come from."""
+        return self.set_sources.get(split, self.source)
+
+    @cached_property
     def model_commit(self) -> str | None:
         """Commit of the model that is loaded from the Hub; None for folders and new models."""
         return model_commit(self.model, self.model_revision) if hasattr(self, "model") else None
 
     def commits(self) -> dict[str, str]:
-        return known({"task.model": self.model_commit, "task.dataset": self.source.commit})
+        sets = {source.dataset_key: source.commit for source in self.set_sources.values()}
+        return known({"task.model": self.model_commit, **sets, "task.dataset": self.source.commit})
 
     @property
     def source_splits(self) -> dict[str, str]:
@@ -132,7 +153,8 @@ class DatasetTask(Task):
         named = self.data_files or self.query
         if "test" in named if named else None not in (self.test_split, self.dataset):
             splits["test"] = self.test_split or ""
-        return splits
+        sets = {f"eval/{name}": str(set_entry(self, name).get("split") or "train") for name in self.eval_sets}
+        return {**splits, **sets}
 
     @property
     def held_out_share(self) -> float | None:
@@ -143,7 +165,8 @@ class DatasetTask(Task):
     @property
     def row_counts(self) -> dict[str, int | None]:
         """Number of rows to use, by split; None for all."""
-        return {"train": self.max_train_samples, "eval": self.max_eval_samples, "test": None}
+        counts = {"train": self.max_train_samples, "eval": self.max_eval_samples, "test": None}
+        return {**counts, **dict.fromkeys(self.set_sources, self.max_eval_samples)}
 
     @property
     def mixed(self) -> Mixture | None:
@@ -151,14 +174,15 @@ class DatasetTask(Task):
         return None
 
     def load_source(self, split: str, source_split: str) -> Dataset:
-        """Return all rows of a split of the data set, for a split ("train", "eval" or "test") of the recipe."""
+        """Return all rows of a split of the data set, for a split ("train", "eval", "eval/NAME" or "test") of the recipe."""
         from hftune.data.rows import load_split
 
-        return load_split(self.source, split, source_split)
+        return load_split(self.source_of(split), split, source_split)
 
     @cached_property
     def unchecked_rows(self) -> dict[str, Dataset]:
         """The rows of each split, before their columns have been checked."""
+        from hftune.data.mixture import renamed
         from hftune.data.rows import take
         from hftune.data.splits import Split
 
@@ -167,6 +191,9 @@ class DatasetTask(Task):
         for split, source_split in self.source_splits.items():
             is_held_out = split == "eval" and splits[split].holds_out
             sources[split] = sources["train"] if is_held_out else self.load_source(split, source_split)
+            if split in self.set_sources:
+                entry = set_entry(self, split.removeprefix("eval/"))
+                sources[split] = renamed(entry, self.source_of(split), sources[split], split)
         train = sources["train"]
         label_column = self.stratify_by(train) if any(split.holds_out for split in splits.values()) else None
         sizes = None if self.mixed is None else [*map(len, self.mixed.sources)]

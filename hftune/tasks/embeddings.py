@@ -210,7 +210,7 @@ class Embeddings(ComparedTexts, BatchLossTask):
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows with the beginning of both texts, and that of the document that is most similar to the anchor."""
-        split = self.rows["eval"]
+        split = self.rows[self.described]
         anchors, positives = (split[self.read_columns[f"{name}_column"]] for name in ("anchor", "positive"))
         described = []
         for row, anchor, positive in zip(rows, anchors, positives, strict=True):

@@ -72,7 +72,7 @@ class ImageTask(DatasetTask):
 
     def paired_rows(self, split: str, source_split: str, columns: Sequence[str]) -> Dataset:
         """Return all rows of a split whose columns are images: of a folder, the files in its subfolders, matched by name."""
-        if not self.is_folder:
+        if not self.is_folder or self.source_of(split) is not self.source:
             return super().load_source(split, source_split)
         from hftune.data.restoration_images import load_folder
 

@@ -142,7 +142,7 @@ class ProcessReward(TokenTask):
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows with the beginning of each problem, and the number of misjudged steps as the error."""
         errors = [sum(map(int.__ne__, row["label"], _judged(row))) for row in rows]
-        found = zip(self._read(self.rows["eval"], "prompt"), rows, errors, strict=True)
+        found = zip(self._read(self.rows[self.described], "prompt"), rows, errors, strict=True)
         return [{"prompt": beginning(prompt), **row, "error": error} for (prompt,), row, error in found]
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -115,7 +115,7 @@ class Reranking(ComparedTexts):
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows with the beginning of anchor and positive, and an error that grows with the lead of a negative."""
-        anchors, positives = (self.rows["eval"][self.read_columns[f"{name}_column"]] for name in ("anchor", "positive"))
+        anchors, positives = (self.rows[self.described][self.read_columns[f"{name}_column"]] for name in ("anchor", "positive"))
         return [
             {"anchor": beginning(anchor), "positive": beginning(positive), **row, "error": -row["margin"]}
             for anchor, positive, row in zip(anchors, positives, rows, strict=True)

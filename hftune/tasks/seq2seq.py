@@ -6,6 +6,7 @@ torch, transformers and datasets are imported inside the methods, so that mistyp
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -37,6 +38,11 @@ SPLITS = ("train", "eval", "test")
 SCORES = ("rouge", "bleu", "chrf")
 """What ``task.scores`` may name."""
 HAN_OR_KANA = "[\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff]"
+
+
+def number_of(split: str) -> int:
+    """Return a number for a split, whichever others there are."""
+    return SPLITS.index(split) if split in SPLITS else zlib.crc32(split.encode())
 
 
 @dataclass
@@ -88,7 +94,7 @@ class SourceToTarget(TokenTask):
         import numpy as np
 
         count = len(self.rows[split])
-        return {"index": np.arange(count), "split": np.full(count, SPLITS.index(split))}
+        return {"index": np.arange(count), "split": np.full(count, number_of(split))}
 
     def empty_target(self) -> dict[str, Any]:
         """Return what a sample has besides its source and index, with a target without words."""
@@ -141,7 +147,8 @@ class SourceToTarget(TokenTask):
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Generate texts. Return rows of the target in the data, generated, and source (its beginning)."""
-        rows = self.rows[SPLITS[int(batch["split"][0])] if "split" in batch else "eval"][batch["index"].tolist()]
+        split = {number_of(name): name for name in self.rows}[int(batch["split"][0])] if "split" in batch else "eval"
+        rows = self.rows[split][batch["index"].tolist()]
         sources, targets = (rows[self.read_columns[f"{name}_column"]] for name in ("source", "target"))
         columns = zip(targets, self._generate(outputs, model, batch), sources, strict=True)
         return [
@@ -407,7 +414,7 @@ class Seq2Seq(SourceToTarget):
 
         Returns:
             input_ids and attention_mask (N, S), decoder_input_ids and labels (N, T): int64. index (N,): row of the split;
-            split (N,): its number in SPLITS.
+            split (N,): its ``number_of``.
         """
         from hftune.data.tokenized import ragged, values
 

@@ -307,7 +307,7 @@ class SequenceClassification(TextTask):
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows with the beginning of each text, class names, and an error that tells how wrong a prediction is."""
-        columns = [self.rows["eval"][column] for column in self.text_columns_read]
+        columns = [self.rows[self.described][column] for column in self.text_columns_read]
         described = self._problem.describe(rows)
         return [
             {**dict(zip(("text", "text_pair"), map(beginning, texts), strict=False)), **row}

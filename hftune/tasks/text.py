@@ -157,7 +157,7 @@ class TextTask(DatasetTask):
 
     def load_source(self, split: str, source_split: str) -> Dataset:
         if self.mixed is None or split != "train":
-            return self._in_place(self.source, split) or super().load_source(split, source_split)
+            return self._in_place(self.source_of(split), split) or super().load_source(split, source_split)
         from hftune.data.in_place import joined
 
         return joined(self.mixed.sources)

@@ -100,7 +100,7 @@ class TitleGeneration(SourceToTarget):
 
     def targets(self, split: str) -> Mapping[str, np.ndarray]:
         targets = super().targets(split)
-        return targets if split == "test" else {"index": targets["index"]}
+        return {"index": targets["index"]} if split in ("train", "eval") else targets
 
     def _base_config(self) -> Any:
         """Return the config of the BERT or BigBird that the model is built from, or of an export of this task."""

@@ -160,17 +160,16 @@ class TokenClassification(TokenTask):
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return texts with their tags in brackets, true and predicted, and the number of words whose tag is wrong."""
         described = []
-        for words, row in zip(self._tagged_words, rows, strict=True):
+        for words, row in zip(self._tagged_words(), rows, strict=True):
             true, predicted = ([self.labels[number] for number in row[name]] for name in ("label", "prediction"))
             wrong = sum(one != other for one, other in zip(true, predicted, strict=True))
             tagged = {"tagged": beginning(bracketed(words, true)), "predicted": beginning(bracketed(words, predicted))}
             described.append({"text": beginning(" ".join(words)), **tagged, "error": wrong})
         return described
 
-    @cached_property
     def _tagged_words(self) -> list[list[str]]:
-        """The words of each text of the eval split that have a token, and therefore a tag."""
-        texts = self.rows["eval"][self._words]
+        """Return the words of each text of the described split that have a token, and therefore a tag."""
+        texts = self.rows[self.described][self._words]
         _, words, _ = word_ids(texts, self.text_tokenizer, self.max_length)
         return [
             [text[word] for word in first_tokens(of_tokens) if word is not None]

@@ -96,7 +96,8 @@ class Console(Callback):
             remark = "best so far" if evaluation.is_best else f"best {best} at step {evaluation.best_step}"
             found = f"eval {self.metric} {value}"
             self._evaluation = Text(f"{found}, the best", "green") if evaluation.is_best else Text(f"{found}, best {best}")
-        cells = [self._cell(name, value) for name, value in evaluation.metrics.items() if is_number(value)]
+        own = {name: value for name, value in evaluation.metrics.items() if "/" not in name}  # eval.sets have their own lines
+        cells = [self._cell(name, value) for name, value in own.items() if is_number(value)]
         position = self._position(evaluation.step, evaluation.epoch)
         self._line(fold([*position, evaluation.split, *cells, remark], self._columns()))
         for sample in filter(None, evaluation.samples):

@@ -14,7 +14,7 @@ from PIL import Image
 
 from hftune.atomic import atomic_path, explain_write_errors
 from hftune.callbacks import Callback, EvaluationDone
-from hftune.checkpoints.run_folder import OUT_OF_FOLD, SAMPLE_IMAGES
+from hftune.checkpoints.run_folder import OUT_OF_FOLD, SAMPLE_IMAGES, predictions_file
 from hftune.task import Task
 from hftune.tracking.jsonl import write_rows
 
@@ -37,7 +37,7 @@ class Predictions(Callback):
     def on_evaluation(self, evaluation: EvaluationDone) -> None:
         if evaluation.split == "test":
             return
-        write_rows(self.folder / "predictions.jsonl", evaluation.rows, self.tick)
+        write_rows(self.folder / predictions_file(evaluation.split), evaluation.rows, self.tick)
         if evaluation.is_best and (numbers := self.task.fold_rows) is not None:
             numbered = [{"row": number, **row} for number, row in zip(numbers, evaluation.rows, strict=True)]
             write_rows(self.folder / OUT_OF_FOLD, numbered, self.tick)

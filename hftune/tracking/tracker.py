@@ -120,7 +120,7 @@ class Tracker(Callback):
             return
         self.show(
             evaluation.step,
-            "eval/",
+            f"{evaluation.split}/",
             rows=evaluation.rows,
             samples=evaluation.samples,
             counts=evaluation.metrics.get("confusion_matrix", ()),
