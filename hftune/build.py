@@ -243,7 +243,9 @@ def may_leave_weights(recipe: Recipe) -> bool:
     Not where anything may look at them earlier, or change them: a user's task, weights of one's own, DoRA.
     """
     is_ours = type(recipe.task).__module__.startswith("hftune.")
-    return is_sharded() and is_ours and own_weights(recipe) is None and recipe.adapter.type != "dora"
+    is_added = recipe.adapter.type != "dora" and recipe.adapter.init not in ("pissa", "olora")
+    is_resized = bool(getattr(recipe.task, "new_tokens", None))
+    return is_sharded() and is_ours and own_weights(recipe) is None and is_added and not is_resized
 
 
 def build_model(recipe: Recipe, notices: list[str] | None = None, leaves_weights: bool = False) -> nn.Module:
@@ -279,7 +281,18 @@ def build_model(recipe: Recipe, notices: list[str] | None = None, leaves_weights
                 f"adapter.quantize={kind}: the {type(model).__name__} of {type(recipe.task).__name__} is not quantised. That "
                 "works for linear layers of models that task.model names. Leave it out."
             )
+        embeddings = model.get_input_embeddings() if getattr(recipe.task, "new_tokens", None) else None
         add_adapter(model, recipe.adapter, new_modules(model))
+        if embeddings is not None and model.get_input_embeddings() is embeddings:
+            name = next(name for name, module in model.named_modules() if module is embeddings).rpartition(".")[2]
+            raise ConfigError(
+                f"task.new_tokens: adapter.type={recipe.adapter.type} would leave the embeddings of new tokens at their mean. "
+                f"Set adapter.train_also=[{name}]."
+            )
+    if (alpha := recipe.train.neftune_alpha) is not None:
+        from hftune.models.neftune import Noise
+
+        model.neftune = Noise(model, alpha)
     if recipe.train.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise ConfigError(f"train.gradient_checkpointing=true: {type(model).__name__} does not support it.")

@@ -63,7 +63,7 @@ def take_step(run: Run, batch: StepBatch) -> None:
         Interrupted: a process was asked to stop; a checkpoint is written.
     """
     config, state, strategy = run.recipe.train, run.state, run.strategy
-    lr = lr_at(state.step, run.num_steps, config, run.plan.num_steps)
+    lr = lr_at(state.step, run.num_steps, config, run.plan.num_steps, state.num_falls)
     strategy.forward_backward(batch, run.recipe.seed, state.step, what_is_asked(run))
     report = strategy.report(strategy.clip_grad_norm(config.clip_norm))
     stop_unless_finite(run, batch, report)

@@ -228,7 +228,8 @@ def keep(run: Run, found: Mapping[str, Evaluation]) -> None:
     is_best = state.best is None or (score > state.best if recipe.greater_is_better else score < state.best)
     if is_best:
         state.best, state.best_step = score, state.step
-    state.note_score(score, recipe.greater_is_better, recipe.eval.min_improvement)
+    plateau = recipe.train.plateau_patience if recipe.train.schedule == "plateau" else None
+    state.note_score(score, recipe.greater_is_better, recipe.eval.min_improvement, plateau)
     strategy.progress.stage(f"saving after step {state.step}")
     if is_best:
         export_model(run, "model", {"step": state.step, "metric": recipe.eval.metric, "value": score})
@@ -259,7 +260,7 @@ def tell_evaluations(run: Run, found: Mapping[str, Evaluation]) -> None:
 def evaluation_done(run: Run, split: str, evaluation: Evaluation) -> EvaluationDone:
     """Return what callbacks hear of an evaluation of the eval split, or of one of ``eval.sets``."""
     task, state = run.recipe.task, run.state
-    task.described = split
+    vars(task)["described"] = split
     rows = ask(task, "describe", evaluation.rows, evaluation.rows) if run.strategy.is_main else []
     samples = [{name: row[name] for name in task.sample_fields} for row in rows[: run.recipe.eval.show_samples]]
     return EvaluationDone(

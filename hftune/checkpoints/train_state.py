@@ -23,6 +23,8 @@ class TrainState:
     """Evaluations since then."""
     counted_step: int = 0
     """Step of the last evaluation that ``eval.patience`` has counted; 0 before the first."""
+    num_falls: int = 0
+    """How often ``train.schedule=plateau`` has made the learning rate fall."""
     evaluated_step: int = 0
     """Step of the last evaluation; 0 before the first."""
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -56,8 +58,10 @@ class TrainState:
         mean, self.mean_loss, self.mean_items = self.mean_loss, 0.0, 0.0
         return mean
 
-    def note_score(self, score: float, greater_is_better: bool, min_improvement: float) -> None:
-        """Count an evaluation for ``eval.patience``; once, even if it is made again."""
+    def note_score(
+        self, score: float, greater_is_better: bool, min_improvement: float, plateau_patience: int | None = None
+    ) -> None:
+        """Count an evaluation for ``eval.patience`` and ``train.plateau_patience``; once, even if it is made again."""
         if self.counted_step == self.step:
             return
         self.counted_step = self.step
@@ -66,6 +70,7 @@ class TrainState:
             self.last_improvement, self.evaluations_since = score, 0
         else:
             self.evaluations_since += 1
+            self.num_falls += plateau_patience is not None and self.evaluations_since % plateau_patience == 0
 
     def has_ended(self, num_steps: int, patience: int | None) -> bool:
         """Say whether no step is left, ``eval.patience`` is exhausted, or a callback has ended the training."""

@@ -79,7 +79,7 @@ def tracked(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[tuple[Tracker,
 def track_evaluation(recipe: Recipe, score: Score, split: str) -> None:
     """Record an evaluation at the trackers, at the training step that its model comes from. Main process only."""
     evaluation, step, task = score.evaluation, score.step, recipe.task
-    task.described = split
+    vars(task)["described"] = split
     rows = ask(task, "describe", evaluation.rows, evaluation.rows) if split != "test" else evaluation.rows
     images, labels = evaluation.images, ask(task, "labels", None)
     facts = {"model": score.model, "split": split, "samples": score.num_samples, "processes": score.world_size}

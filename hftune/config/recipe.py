@@ -83,7 +83,7 @@ class Recipe(RunConfig):
         if self.task.evaluates == self.eval.is_off:
             self.task.evaluates = not self.eval.is_off
         if self.task.eval_sets != self.eval.sets:
-            self.task.eval_sets = self.eval.sets
+            vars(self.task)["eval_sets"] = self.eval.sets
 
     @classmethod
     def load(cls, source: str | Path, *overrides: str | Mapping[str, Any], trust_code: bool = True) -> Recipe:
@@ -133,6 +133,7 @@ class Recipe(RunConfig):
         self.refuse_secrets()
         problems = [*self.task.validate(), *self._metric_problems(), *self._batch_loss_problems(), *self._adapter_problems()]
         problems += [*self._named_problems("teacher"), *self._named_problems("reference"), *self._teacher_problems()]
+        problems += self._training_problems()
         if is_like_address(str(self.output_dir)) and (problem := address_problem(str(self.output_dir))) is not None:
             problems.append(f"output_dir={self.output_dir}: {problem}")
         self._refuse(*problems)
@@ -222,6 +223,16 @@ class Recipe(RunConfig):
             if (value := getattr(self.parallel, key)) > 1:
                 yield f"parallel.{key}={value} does not work with train.teacher, which {processes} cannot follow. Set it to 1."
 
+    def _training_problems(self) -> Iterator[str]:
+        if self.train.schedule == "plateau" and self.eval.is_off:
+            yield "train.schedule=plateau follows eval.metric, but eval.every=never. Leave one of them out."
+        for key, processes in (("pipeline_stages", "stages"), ("context", "processes that share the tokens of a text")):
+            if self.train.neftune_alpha is not None and (value := getattr(self.parallel, key)) > 1:
+                yield (
+                    f"parallel.{key}={value} does not work with train.neftune_alpha={self.train.neftune_alpha:g}, whose noise "
+                    f"{processes} do not draw. Set it to 1."
+                )
+
     def _adapter_problems(self) -> Iterator[str]:
         adapter, origins = self.adapter, self.source.origins
         if adapter.type is None:
@@ -253,6 +264,19 @@ class Recipe(RunConfig):
                 f"adapter.export={adapter.export}: {type(self.task).__name__} has no method save, and the default one writes a "
                 "whole model. Set adapter.export=merged, or write one that calls model.save_pretrained(directory)."
             )
+        if getattr(self.task, "new_tokens", None) and adapter.export != "merged":
+            yield (
+                f"task.new_tokens does not go with adapter.export={adapter.export}: the base model has no rows for them. Set "
+                "adapter.export=merged."
+            )
+        if adapter.init in ("pissa", "olora"):
+            if adapter.export != "merged":
+                yield (
+                    f"adapter.init={adapter.init} changes the frozen weights, which a folder of adapters does not hold. Set "
+                    f"adapter.export=merged, not {adapter.export}."
+                )
+            if adapter.quantize is not None:
+                yield f"adapter.init={adapter.init} does not go with adapter.quantize={adapter.quantize}. Leave one out."
         if (kind := adapter.quantize) is None:
             return
         if adapter.export != "adapter":
@@ -332,7 +356,6 @@ ELSEWHERE = {
         "train.eps": "adam_epsilon",
         "train.freeze": "unfrozen_parameters",
         "train.layer_decay": "layerwise_lr_decay",
-        "train.warmup_ratio": "warmup_steps",
         "train.schedule": "lr_scheduler_type",
         "train.ema_decay": "ema",
         "train.clip_norm": "max_grad_norm gradient_clip_val grad_clip",

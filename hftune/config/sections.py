@@ -23,9 +23,9 @@ UNSHARDED = {
     "adamw_8bit": "keeps its state in blocks of 256 numbers, with a scale for each",
 }
 """The optimizers that cannot work on the parts of weights that FSDP leaves on each process, and why."""
-SCHEDULES = ("linear", "cosine", "constant", "step", "wsd", "cosine_restarts", "inverse_sqrt", "polynomial")
+SCHEDULES = ("linear", "cosine", "constant", "step", "wsd", "cosine_restarts", "inverse_sqrt", "polynomial", "plateau")
 """The bare names of ``train.schedule``; hftune.optim.schedules.factor_at computes them."""
-FALLING = ("linear", "cosine", "wsd", "cosine_restarts", "polynomial")
+FALLING = ("linear", "cosine", "wsd", "cosine_restarts", "polynomial", "plateau")
 """The schedules that fall to ``train.min_lr``."""
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 TRACKERS = ("wandb", "mlflow", "tensorboard", "trackio", "swanlab", "comet_ml", "aim", "clearml", "dvclive")
@@ -111,21 +111,27 @@ class TrainConfig(Section):
     null: all layers have train.lr."""
     warmup_ratio: float = key(0.0, ge=0, lt=1, changes="lr")
     """Share of all steps in which the learning rate rises linearly from 0, in [0, 1). The last step is never part of it."""
+    warmup_steps: int | None = key(None, ge=0, changes="lr")
+    """Number of these steps, instead of train.warmup_ratio. null: that share of all steps."""
     schedule: str = key("linear", choices=SCHEDULES, own="my_module.my_schedule", changes="lr")
     """Learning rate after the warmup: linear or cosine decay to min_lr; constant; step (multiplied by gamma every step_size
     epochs); wsd (constant, then linear decay in the last decay_ratio of the steps); cosine_restarts (cosine decay, cycles
-    times); inverse_sqrt; polynomial (decay to the power of power); or the dotted path of a function f(step, num_steps,
-    steps_per_epoch) that returns the factor of train.lr."""
+    times); inverse_sqrt; polynomial (decay to the power of power); plateau (multiplied by gamma after plateau_patience
+    evaluations that do not improve eval.metric); or the dotted path of a function f(step, num_steps, steps_per_epoch) that
+    returns the factor of train.lr."""
     min_lr: float = key(0.0, ge=0, needs=("schedule", FALLING), changes="lr")
-    """Final learning rate of the schedules linear, cosine, wsd, cosine_restarts and polynomial."""
+    """Final learning rate of the schedules linear, cosine, wsd, cosine_restarts and polynomial, and the lowest of plateau."""
     decay_ratio: float = key(0.1, gt=0, le=1, needs=("schedule", ("wsd",)), changes="lr")
     """Share of all steps in which the learning rate falls at the end of schedule=wsd, in (0, 1]."""
     cycles: int = key(2, ge=1, needs=("schedule", ("cosine_restarts",)), changes="lr")
     """Number of times that the learning rate falls from its peak with schedule=cosine_restarts, at least 1."""
     power: float = key(2.0, gt=0, needs=("schedule", ("polynomial",)), changes="lr")
     """Exponent of schedule=polynomial, above 0; 1 is linear."""
-    gamma: float | None = key(None, gt=0, le=1, needs=("schedule", ("step",)), changes="lr")
-    """Decay factor for schedule=step, in (0, 1]."""
+    gamma: float | None = key(None, gt=0, le=1, needs=("schedule", ("step", "plateau")), changes="lr")
+    """Decay factor for schedule=step and schedule=plateau, in (0, 1]."""
+    plateau_patience: int = key(2, ge=1, needs=("schedule", ("plateau",)), changes="lr")
+    """Evaluations in a row without an improvement after which the learning rate falls with schedule=plateau, and again after as
+    many more. One that improves eval.metric by no more than eval.min_improvement is none."""
     step_size: int = key(1, ge=1, needs=("schedule", ("step",)), changes="lr")
     """Epochs between two decays for schedule=step, as StepLR.step_size."""
     teacher: str | None = key(None, changes="forward backward", resume="fixed")
@@ -149,6 +155,10 @@ class TrainConfig(Section):
     """Decay of an exponential moving average of the weights, in (0, 1), such as 0.999. The average is evaluated and exported;
     training goes on with the weights themselves. After each step it takes in 1 - ema_decay of the weights; more in early steps,
     whose decay is at most (1 + step) / (10 + step). BatchNorm's statistics are averaged alike. null: no average."""
+    neftune_alpha: float | None = key(None, gt=0, changes="forward backward")
+    """NEFTune, such as 5: in training, uniform noise of up to alpha / sqrt(tokens x width) is added to the embeddings of each
+    text; the same on any number of processes and with any micro-batches. For models of transformers that read tokens. null:
+    none."""
     clip_norm: float | None = key(1.0, gt=0, changes="update")
     """Maximum norm of the global gradient; a larger gradient is scaled down to it. null: no clipping."""
     mixed_precision: Literal["no", "bf16", "fp16", "auto"] = key("no", changes="compute")
@@ -198,10 +208,20 @@ class TrainConfig(Section):
         yield from self._size_problems()
         yield from self._optimizer_problems()
         yield from self._group_problems()
-        if self.schedule == "step" and self.gamma is None:
-            yield "train.schedule=step needs train.gamma, the factor by which the learning rate decays, such as 0.95."
+        if self.schedule in ("step", "plateau") and self.gamma is None:
+            yield (
+                f"train.schedule={self.schedule} needs train.gamma, the factor by which the learning rate decays, such as "
+                f"{0.95 if self.schedule == 'step' else 0.5}."
+            )
+        if self.warmup_steps is not None and self.warmup_ratio > 0:
+            yield (
+                f"train.warmup_steps={self.warmup_steps} and train.warmup_ratio={self.warmup_ratio} both say how long the "
+                "warmup is. Set train.warmup_ratio=0, or train.warmup_steps=null."
+            )
         if self.min_lr > self.lr > 0:
             yield f"train.min_lr={self.min_lr} must not be above train.lr={self.lr}: the schedule falls to it."
+        if self.neftune_alpha is not None and self.compile:
+            yield f"train.neftune_alpha={self.neftune_alpha:g} does not work with train.compile=true. Set train.compile=false."
         if self.deterministic and self.cudnn_benchmark:
             yield (
                 "train.deterministic=true contradicts train.cudnn_benchmark=true, which may pick different algorithms each "
@@ -350,7 +370,7 @@ class EvalConfig(Section):
             yield f"eval.min_improvement={self.min_improvement} needs eval.patience, the number of evaluations to wait for it."
         if repeated := [name for name in self.metrics if self.metrics.count(name) > 1]:
             yield f"eval.metrics={format_value(self.metrics)} names {repeated[0]} twice."
-        for name in self.sets if self.is_off else ():
+        for name in self.sets if self.sets and self.is_off else ():
             yield f"eval.sets.{name} needs evaluations, but eval.every=never. Leave one of them out."
         if self.on_start and self.is_off:
             yield "eval.on_start=true needs evaluations, but eval.every=never. Leave one of them out."
@@ -549,6 +569,10 @@ class AdapterConfig(Section):
     train_also: list[str] = key(list, changes="model update")
     """Modules that are trained as a whole, by their names or the ends of these, such as [embed_tokens]. Heads that the task
     adds to the model, and what the model's files lack, are trained in any case."""
+    init: str | None = key(None, choices=("gaussian", "pissa", "olora"), changes="model update")
+    """How the matrices begin, by peft's name: gaussian; pissa (the largest singular vectors of the weight) or olora (its QR
+    factors), which take what they begin with out of the frozen weight, so that adapter.export must be merged. null: what an
+    adapter adds begins as 0, as with gaussian."""
     rslora: bool = key(False, changes="model update")
     """Whether to multiply by alpha / sqrt(rank) instead: rank-stabilised LoRA, for high ranks."""
     quantize: str | None = key(None, choices=("nf4",), changes="model update")

@@ -24,9 +24,9 @@ from huggingface_hub.utils import httpx
 
 from hftune.config.importing import import_named
 from hftune.data import idx
-from hftune.data.cache import cached_value
+from hftune.data.cache import cached_arrays, cached_value
 from hftune.data.cells import excel_file, query_file
-from hftune.data.digest import MIN_CACHED_ROWS, content_digest
+from hftune.data.digest import MIN_CACHED_ROWS, content_digest, entry_hashes
 from hftune.data.fetching import File, downloaded, find_files
 from hftune.data.files import NOT_UTF8, SURPLUS, local_files
 from hftune.data.hub import failure, fetch
@@ -58,7 +58,8 @@ def load_split(source: Source, split: str, source_split: str = "") -> datasets.D
     try:
         if source.kind == "files":
             kind, named = source.format_of(split), f"{source.files_key(split)}={source.files[split]}"
-            rows = load_files(kind, named, source.paths(split), split, options=source.options, sheet=source.sheet)
+            name = split.partition("/")[0]  # as datasets names splits
+            rows = load_files(kind, named, source.paths(split), name, options=source.options, sheet=source.sheet)
         elif source.kind == "database":
             key = source.query_key(split)
             rows = load_files("parquet", key, [query_file(key, str(source.dataset), source.queries[split])], split)
@@ -110,6 +111,17 @@ def take(
     if len(indices) == len(rows):
         return rows
     return select(rows, indices)
+
+
+def distinct(rows: datasets.Dataset, columns: Sequence[str]) -> np.ndarray:
+    """Return the indices of the rows that equal no earlier one in these columns, ascending. Reads all rows."""
+    read = rows.select_columns([*dict.fromkeys(columns)])
+
+    def find() -> dict[str, np.ndarray]:
+        hashes = entry_hashes(read)
+        return {"indices": np.sort(np.unique(hashes.view(f"V{hashes.shape[1]}")[:, 0], return_index=True)[1])}
+
+    return find()["indices"] if len(rows) < MIN_CACHED_ROWS else cached_arrays(["distinct", read._fingerprint], find)["indices"]
 
 
 def select(rows: datasets.Dataset, indices: Sequence[int] | np.ndarray) -> datasets.Dataset:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hftune.data import idx
-from hftune.data.files import FILE_FORMATS, FORMAT_OF, file_format, is_folder, local_files, nearest_file
+from hftune.data.files import FILE_FORMATS, FORMAT_OF, file_format, format_of, is_folder, local_files, nearest_file
 from hftune.data.hub import commit_of, name_problems
 from hftune.errors import did_you_mean, format_value
 from hftune.secrecy import without_secrets
@@ -282,7 +282,7 @@ def set_entry(task: Any, name: str) -> Mapping[str, Any]:
     value = task.eval_sets[name]
     if isinstance(value, Mapping):
         return value
-    are_files = isinstance(value, list) or bool(task.data_files) or file_format(value) is not None
+    are_files = isinstance(value, list) or bool(task.data_files) or format_of(re.split("[?#]", value)[0]) is not None
     return {"data_files" if are_files else "split": value}
 
 

@@ -51,7 +51,8 @@ def check_installed(config: AdapterConfig) -> None:
 def add_adapter(model: nn.Module, config: AdapterConfig, new: Sequence[str] = ()) -> None:
     """Put fresh adapters into a model, in place, and freeze everything else but the modules that are trained as a whole.
 
-    What is trained is float32, or float64 if the model is. Fresh adapters change nothing: the product of their matrices is 0.
+    What is trained is float32, or float64 if the model is. Fresh adapters change nothing: the product of their matrices is 0,
+    or is taken out of the frozen weight.
 
     Args:
         new: names of modules that begin at random, see ``new_modules``: they are trained as ``config.train_also`` are.
@@ -86,6 +87,7 @@ def add_adapter(model: nn.Module, config: AdapterConfig, new: Sequence[str] = ()
         lora_dropout=config.dropout,
         target_modules=targets,
         modules_to_save=whole or None,
+        init_lora_weights=config.init or True,
         use_dora=config.type == "dora",
         use_rslora=config.rslora,
         task_type=next((kind for end, kind in TASK_TYPES.items() if type(model).__name__.endswith(end)), None),

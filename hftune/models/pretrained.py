@@ -252,6 +252,33 @@ def load_tokenizer(model: str, key: str = "task.model", commit: str | None = Non
     return tokenizer
 
 
+def with_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str] | None) -> PreTrainedTokenizerBase:
+    """Add tokens to a tokenizer, in place, or raise ConfigError if it has one of them already."""
+    if known := [token for token in tokens or () if token in tokenizer.get_vocab()]:
+        raise ConfigError(f"task.new_tokens: {known[0]!r} is a token of the tokenizer already. Leave it out.")
+    tokenizer.add_tokens([*(tokens or ())])
+    return tokenizer
+
+
+def add_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
+    """Give new tokens rows in the input and output embeddings of a model: the means of those of the tokenizer's other tokens.
+
+    Source: Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models". transformers' ``mean_resizing`` adds
+    noise to the mean, and leaves the rows that a model has in reserve, and which are used first, as they are.
+    """
+    count = len(tokenizer)
+    if count > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(count, mean_resizing=False)
+    new = tokenizer.convert_tokens_to_ids([*tokens])
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    values = (getattr(module, name, None) for module in modules for name in ("weight", "bias"))
+    for value in dict.fromkeys(value for value in values if value is not None and value.device.type != "meta"):
+        is_known = torch.ones(count, dtype=torch.bool)
+        is_known[new] = False
+        with torch.no_grad():
+            value[new] = value[:count][is_known].float().mean(0).to(value.dtype)
+
+
 def max_positions(model: PreTrainedModel) -> int | None:
     """Return the maximum number of tokens that a model has positions for; None if there is no maximum, as for XLNet."""
     positions = getattr(model.config, "max_position_embeddings", None)

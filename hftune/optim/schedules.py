@@ -17,7 +17,8 @@ from hftune.errors import ConfigError, TrainingError, format_value
 
 def num_warmup_steps(num_steps: int, config: TrainConfig) -> int:
     """Return the number of warmup steps. At least one step follows them, and the first of these has the peak learning rate."""
-    return min(math.ceil(config.warmup_ratio * num_steps), num_steps - 1)  # a run of one step would have rate 0
+    asked = math.ceil(config.warmup_ratio * num_steps) if config.warmup_steps is None else config.warmup_steps
+    return min(asked, num_steps - 1)  # a run of one step would have rate 0
 
 
 def factor_at(step: int, num_steps: int, steps_per_epoch: int, config: TrainConfig) -> float:
@@ -49,13 +50,17 @@ def factor_at(step: int, num_steps: int, steps_per_epoch: int, config: TrainConf
     raise ValueError(f"no schedule {config.schedule}")
 
 
-def lr_at(step: int, num_steps: int, config: TrainConfig, steps_per_epoch: int) -> float:
+def lr_at(step: int, num_steps: int, config: TrainConfig, steps_per_epoch: int, num_falls: int = 0) -> float:
     """Return the learning rate of optimizer step ``step`` (0-based) out of ``num_steps``.
 
     A function, not an object: nothing to save, nothing that can be stepped once too often. The warmup comes first, whatever the
     schedule; a user's function also gets steps counted from the start of the run.
     Source: transformers.get_scheduler, to which tests compare all that it has; with ``train.min_lr``, its ``lr_end`` and
-    torch.optim.lr_scheduler.CosineAnnealingLR's ``eta_min``. For step: StepLR, stepped after each epoch.
+    torch.optim.lr_scheduler.CosineAnnealingLR's ``eta_min``. For step: StepLR, stepped after each epoch. For plateau:
+    ReduceLROnPlateau.
+
+    Args:
+        num_falls: how often evaluations have made the learning rate fall, with ``train.schedule=plateau``.
 
     Raises:
         TrainingError: a user's function returned something other than a finite number of at least 0.
@@ -68,6 +73,8 @@ def lr_at(step: int, num_steps: int, config: TrainConfig, steps_per_epoch: int) 
         if problem := _factor_problem(factor):
             raise TrainingError(f"train.schedule={config.schedule} returned {problem} for step {step} of {num_steps}.")
         return config.lr * float(factor)
+    if config.schedule == "plateau":
+        return max(config.min_lr, config.lr * config.gamma**num_falls)
     return config.min_lr + (config.lr - config.min_lr) * factor_at(step, num_steps, steps_per_epoch, config)
 
 

@@ -366,6 +366,8 @@ class Replayer:
         strategy, config, index = self.strategy, self.recipe.train, self.step
         strategy.progress.stage(f"step {index + 1}")
         lr = lr_at(index, self.parts.num_steps, config, self.plan.num_steps)
+        if config.schedule == "plateau" and (line := self.history.ledger.steps.get(index + 1)) is not None:
+            lr = line["lr"]  # it follows from the run's evaluations, which are not made again
         strategy.forward_backward(batch, self.recipe.seed, index)
         report = strategy.report(strategy.clip_grad_norm(config.clip_norm))
         self.step += 1

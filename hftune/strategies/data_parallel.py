@@ -60,6 +60,7 @@ class DataParallel(Strategy):
         self._checked_gradients = False
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._seeds.noise = getattr(model, "neftune", None)
         if model._compiled_call_impl is None:  # compiled as a whole: a hook would break its graph at each layer
             self._seeds.watch(layers_of(model))
         if self.collate_packed is not None:

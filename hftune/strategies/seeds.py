@@ -43,6 +43,8 @@ class LayerSeeds:
     def __init__(self, device: torch.device):
         self.device = device
         self._forward = (0, 0, 0)
+        self.noise: Any = None
+        """The ``hftune.models.neftune.Noise`` of the model, if it has one."""
 
     def watch(self, layers: Sequence[nn.Module]) -> None:
         """Seed after each layer but the last, in training mode."""
@@ -52,6 +54,8 @@ class LayerSeeds:
     def begin(self, seed: int, step: int, micro_batch_index: int, layer: int = 0) -> None:
         """Seed one forward pass, or the part of it from ``layer`` on."""
         self._forward = seed, step, micro_batch_index
+        if self.noise is not None:
+            self.noise.key = seed, step
         seed_forward(*self._forward, self.device, layer)
 
     def _seed_next(self, layer: int, module: nn.Module, args: Any, output: Any) -> None:

@@ -236,7 +236,7 @@ class ChatTask(TextTask):
         """Load the model, or build a new one. It keeps its generation settings, and learns where the template's answers end."""
         config = self.named_config
         words = config.get_text_config().vocab_size
-        if words < len(self.text_tokenizer):
+        if words + len(self.new_tokens or ()) < len(self.text_tokenizer):
             raise ConfigError(
                 f"task.model={self.model} has weights for {words} tokens, but its tokenizer writes {len(self.text_tokenizer)}."
             )

@@ -86,6 +86,8 @@ class DatasetTask(Task):
     """Whether the rows are pieces of a running text, of which consecutive ones are held out, not random ones."""
     rows_are: ClassVar[str] = "rows"
     """What notices call the rows."""
+    num_repeated = 0
+    """Training rows that are left out because they equal an earlier one."""
     instead_of_hub: ClassVar[str] = INSTEAD
     """Keys to set if the Hub cannot be reached."""
 
@@ -280,6 +282,7 @@ class DatasetTask(Task):
 
         rows, what = self.rows, self.rows_are
         counts = {split: notices.num_rows(own) for split, own in rows.items()}
+        counts["train"] = counts["train"][0], counts["train"][1] - self.num_repeated
         limited = {} if self.eval_fold else {split: counts[split] for split in rows if self.row_counts[split] is not None}
         messages = notices.ignored_splits(self)
         for name, column in self.read_columns.items():

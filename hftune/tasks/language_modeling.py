@@ -93,16 +93,18 @@ class LanguageModeling(BlockTask):
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
         from hftune.data.cache import cached_value
         from hftune.data.word_tokenizer import train_words, word_tokenizer
-        from hftune.models.pretrained import load_tokenizer
+        from hftune.models.pretrained import load_tokenizer, with_tokens
 
         if self.tokenizer in TRAINED:
             rows, column = self.rows["train"], self.text_column
             depends_on = ["words", rows._fingerprint, column, self.tokenizer, self.vocab_size, version("tokenizers")]
             words = cached_value(depends_on, lambda: train_words(filter(None, rows[column]), self.tokenizer, self.vocab_size))
-            return word_tokenizer(words, self.tokenizer)
-        if self.tokenizer is not None:
-            return load_tokenizer(self.tokenizer, "task.tokenizer", self.tokenizer_commit)
-        return load_tokenizer(self.model, commit=self.model_commit)
+            found = word_tokenizer(words, self.tokenizer)
+        elif self.tokenizer is not None:
+            found = load_tokenizer(self.tokenizer, "task.tokenizer", self.tokenizer_commit)
+        else:
+            found = load_tokenizer(self.model, commit=self.model_commit)
+        return with_tokens(found, self.new_tokens)
 
     def new_blocks(self, rows: Dataset, split: str, name: str, count: int | None) -> Blocks:
         """Return blocks of input_ids and labels, int64."""
@@ -126,7 +128,7 @@ class LanguageModeling(BlockTask):
         # No pad_token_id: here it is the end token, whose embedding some models would then keep at 0.
         fresh = {"vocab_size": len(tokens), **ends} if self.model is None else {}
         config = load_config(self.model, {**self.model_config, **fresh}, self.model_commit)
-        if config.get_text_config().vocab_size < len(tokens):
+        if config.get_text_config().vocab_size + len(self.new_tokens or ()) < len(tokens):
             raise ConfigError(
                 f"The tokenizer has {len(tokens)} tokens, but task.model={self.model} has only "
                 f"{config.get_text_config().vocab_size}. Set task.tokenizer=null to use the model's own tokenizer."

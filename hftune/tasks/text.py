@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
@@ -88,6 +89,11 @@ class TextTask(DatasetTask):
     cache_gib: float = key(20.0, gt=0, changes="nothing", resume="harmless")
     """Most GiB of the disk for parts of data_files that are elsewhere, or compressed as parquet is, and read as they are
     needed, and again as many for the tokenized rows of each split; what is needed last is removed, and made again."""
+    new_tokens: list[str] | None = key(None, changes="model")
+    """Tokens to add to the tokenizer, such as [<tool>, </tool>]. Their embeddings begin as the mean of the others, and exports
+    hold them. With adapters, name the embeddings in adapter.train_also, and set adapter.export=merged. null: none."""
+    deduplicate: bool = key(False, changes="data")
+    """Whether to leave out training rows that are equal to an earlier one in all columns that are read."""
     vocab_size: int = key(4096, ge=100)
     """Vocabulary size of the tokenizer that is trained on the texts if model is null."""
 
@@ -110,7 +116,10 @@ class TextTask(DatasetTask):
     def field_problems(self) -> Iterator[str]:
         yield from super().field_problems()
         yield from self.model_problems()
-
+        if repeated := [token for token, count in Counter(self.new_tokens or ()).items() if count > 1 or not token.strip()]:
+            yield f"task.new_tokens={format_value(self.new_tokens)}: {repeated[0]!r} is empty, or there twice."
+        if self.deduplicate and self.texts_run_on:
+            yield f"task.deduplicate=true is not for {type(self).__name__}, whose rows are pieces of a running text."
         if self.bad_rows == "skip" and (not self.prepares_as_needed or self.prepare == "all"):
             why = f"unlike task.prepare={self.prepare}" if self.prepares_as_needed else f"which {type(self).__name__} cannot"
             yield f"task.bad_rows=skip prepares rows as they are needed, {why}."
@@ -156,11 +165,19 @@ class TextTask(DatasetTask):
         return load_mixture(self.datasets_, self._mixed_sources, self._in_place, self.mixing)
 
     def load_source(self, split: str, source_split: str) -> Dataset:
-        if self.mixed is None or split != "train":
-            return self._in_place(self.source_of(split), split) or super().load_source(split, source_split)
-        from hftune.data.in_place import joined
+        if split == "train" and self.mixed is not None:
+            from hftune.data.in_place import joined
 
-        return joined(self.mixed.sources)
+            rows = joined(self.mixed.sources)
+        else:
+            rows = self._in_place(self.source_of(split), split) or super().load_source(split, source_split)
+        if split != "train" or not self.deduplicate:
+            return rows
+        from hftune.data.rows import distinct, select
+
+        indices = distinct(rows, [*self.find_columns(rows).values()])
+        self.num_repeated = len(rows) - len(indices)
+        return select(rows, indices) if self.num_repeated else rows
 
     def _in_place(self, source: Source, split: str) -> RowsInPlace | None:
         """Return the rows of large files that need not be read before they are needed; None for others."""
@@ -250,13 +267,13 @@ class TextTask(DatasetTask):
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the model, or, for a new model, one trained on the training texts."""
         from hftune.data.cache import cached_value
-        from hftune.models.pretrained import load_tokenizer
+        from hftune.models.pretrained import load_tokenizer, with_tokens
 
         if self.model is not None:
-            return load_tokenizer(self.model, commit=self.model_commit)
+            return with_tokens(load_tokenizer(self.model, commit=self.model_commit), self.new_tokens)
         depends_on = [type(self).__name__, self.rows["train"]._fingerprint, self.read_columns, self.vocab_size]
         depends_on += [version("tokenizers"), *_code(type(self))]
-        return self.new_tokenizer(lambda train: cached_value(depends_on, train))
+        return with_tokens(self.new_tokenizer(lambda train: cached_value(depends_on, train)), self.new_tokens)
 
     def new_tokenizer(self, cached: Callable[[Callable[[], Any]], Any]) -> PreTrainedTokenizerBase:
         """Return the tokenizer of a new model: by default WordPiece, trained on ``training_texts``.
@@ -407,6 +424,10 @@ class TextTask(DatasetTask):
         from hftune.data.tokenized import cut_notices
 
         messages, texts = [*self.row_notices(), *self.mixture_notices(datasets["train"])], self.text_columns_read
+        if self.deduplicate:
+            messages.append(
+                f"task.deduplicate=true: {self.num_repeated:,} rows of the train split equal an earlier one, and are left out."
+            )
         if self.later:
             splits = " and ".join(sorted(self.later))
             messages.append(
@@ -457,9 +478,11 @@ class TextTask(DatasetTask):
         """
         import transformers
 
-        from hftune.models.pretrained import load_model, max_positions
+        from hftune.models.pretrained import add_rows, load_model, max_positions
 
         model = load_model(getattr(transformers, self.auto_class), self.model, config, self.model_commit)
+        if self.new_tokens and self.model is not None:
+            add_rows(model, self.text_tokenizer, self.new_tokens)
         positions = max_positions(model)
         for name in self.length_keys:
             length = getattr(self, name, None)

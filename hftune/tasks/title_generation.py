@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from hftune.config.keys import key
 from hftune.data.columns import TEXTS, Role
 from hftune.data.files import model_folder_problems, vocabulary_problems
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, format_value
 from hftune.metrics.records import directions, rouge_names
 from hftune.tasks.seq2seq import SourceToTarget
 from hftune.tasks.text import NO_LABEL
@@ -73,6 +73,8 @@ class TitleGeneration(SourceToTarget):
     def model_problems(self) -> Iterator[str]:
         yield from model_folder_problems(self.model, {"model_type": "is given by the architecture"})
         yield from vocabulary_problems(self.vocabulary, self.model)
+        if self.new_tokens:
+            yield f"task.new_tokens={format_value(self.new_tokens)} is not for a vocabulary of jieba's words. Add them to that."
 
     @cached_property
     def text_tokenizer(self) -> JiebaTokenizer:

@@ -105,7 +105,7 @@ class TokenClassification(TokenTask):
     @cached_property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the model, or one trained on the words; it says which word a token belongs to."""
-        from hftune.models.pretrained import load_tokenizer
+        from hftune.models.pretrained import load_tokenizer, with_tokens
 
         tokenizer = super().text_tokenizer
         if not tokenizer.is_fast:
@@ -114,7 +114,7 @@ class TokenClassification(TokenTask):
                 f"({type(tokenizer).__name__}). Choose a model with a fast tokenizer."
             )
         if self.model is not None and joins_words(tokenizer):
-            return load_tokenizer(self.model, commit=self.model_commit, add_prefix_space=True)
+            return with_tokens(load_tokenizer(self.model, commit=self.model_commit, add_prefix_space=True), self.new_tokens)
         return tokenizer
 
     def targets(self, split: str) -> Mapping[str, np.ndarray]:

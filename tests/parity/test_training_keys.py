@@ -15,9 +15,11 @@ RECIPE = str(Path(__file__).parents[1] / "support" / "next_token.yaml")
 WORDS = ("task.dropout=0.1", "train.epochs=1", "train.optimizer=adamw", "train.momentum=0.0", "train.lr=1e-2", "resume=auto")
 WORDS = (*WORDS, "checkpoint.every=100", "eval.every=3")
 GROUPS = "train.groups=[{match: ln_f, lr: 1e-3, weight_decay: 0.1}, {match: mlp, weight_decay: 0.2}]"
+FLAT = ("eval.every=1", "eval.patience=100", "eval.min_improvement=10")
 JOBS = {
     "patience": (*WORDS, "eval.every=1", "eval.patience=2", "eval.min_improvement=10", "train.log_every=100"),
     "ema": (*WORDS, "train.ema_decay=0.9", "train.freeze=[wpe]", GROUPS, "train.layer_decay=0.7"),
+    "plateau": (*WORDS, "train.schedule=plateau", "train.gamma=0.5", "train.plateau_patience=1", *FLAT),
     "muon": (*WORDS, "train.optimizer=muon", "train.weight_decay=0.1"),
     "adafactor": (*WORDS, "train.optimizer=adafactor"),
     "lion": (*WORDS, "train.optimizer=lion", "train.lr=1e-3", "train.schedule=cosine_restarts"),
@@ -33,13 +35,13 @@ SHARDED = [f"{name} under FSDP" for name in ("ema", "muon", "lion", "schedule_fr
 CUT = [f"{name} in a pipeline" for name in ("ema", "rmsprop", "adafactor", "layers")]
 WAYS = {
     1: [],
-    2: ["patience", "adafactor", "adamw_8bit", "rmsprop", "counted", *CUT, *SHARDED],
+    2: ["patience", "plateau", "adafactor", "adamw_8bit", "rmsprop", "counted", *CUT, *SHARDED],
     4: ["ema", "muon", "counted"],
 }
 """How each number of processes trains them; all of them on 1."""
 RESUMED = {
     1: ["muon", "lion", "adafactor", "adamw_8bit"],
-    2: ["patience", "rmsprop", "counted", "ema under FSDP", "schedule_free under FSDP"],
+    2: ["patience", "plateau", "rmsprop", "counted", "ema under FSDP", "schedule_free under FSDP"],
     4: [],
 }
 

@@ -54,7 +54,7 @@ def test_much_is_found():
 
 SECTIONS = {*sections.SECTIONS, "task"}
 KEY = re.compile(rf"(?<![\w./-])((?:{'|'.join(sorted(SECTIONS))})\.[a-z_][\w.]*)")
-MAPPINGS = {"task.model_config", "task.generation", "task.network_args", "task.data_files", "task.augmentation"}
+MAPPINGS = {"task.model_config", "task.generation", "task.network_args", "task.data_files", "task.augmentation", "eval.sets"}
 FILES = (".py", ".yaml", ".json", ".jsonl", ".csv", ".txt", ".md")
 
 

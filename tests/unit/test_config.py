@@ -324,7 +324,7 @@ WRONG_WORDS = [
             "with": "track.with",
             # as other toolkits and Trainer call them
             "train.learning_rate": "train.lr", "num_train_epochs": "train.epochs", "optim": "train.optimizer",
-            "train.warmup_steps": "train.warmup_ratio", "train.gradient_accumulation_steps": "train.batch_size",
+            "train.gradient_accumulation_steps": "train.batch_size",
             "train.bf16": "train.mixed_precision", "train.save_total_limit": "checkpoint.keep",
             "train.metric_for_best_model": "eval.metric", "train.resume_from_checkpoint": "resume",
         }.items()
@@ -376,7 +376,7 @@ WRONG_WORDS = [
     ("train.momentum=0.9", "train.momentum=0.9 needs train.optimizer=sgd, not adamw."),
     ("train.optimizer_args={lr: 0.1}", "train.optimizer_args.lr does not belong there: set train.lr instead."),
     ("train.optimizer_args={betas: 1}", "train.optimizer_args.betas does not belong there: set train.betas instead."),
-    ("train.gamma=0.5", "train.gamma=0.5 needs train.schedule=step, not linear."),
+    ("train.gamma=0.5", "train.gamma=0.5 needs train.schedule=step or plateau, not linear."),
     ("eval.metrics=[f1,f1]", "eval.metrics=['f1', 'f1'] names f1 twice."),
     ("yelp_demo", "'yelp_demo' is not of the form section.key=value"),
 ]  # fmt: skip

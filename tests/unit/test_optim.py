@@ -84,6 +84,30 @@ def test_step_falls_at_the_ends_of_epochs_as_torchs_step_lr_does(step_size, warm
     assert len({*rates[14:]}) == (3 if step_size == 1 else 2) and (warmup_ratio == 0) == (rates[0] == 5.0)
 
 
+@pytest.mark.parametrize("patience", [1, 2])
+def test_plateau_falls_where_torchs_does(patience):
+    config = TrainConfig(lr=1.0, schedule="plateau", gamma=0.5, min_lr=0.2, plateau_patience=patience)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.lr)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, mode="max", factor=0.5, patience=patience - 1, threshold=0.0, min_lr=0.2
+    )
+    state, rates = TrainState(), []
+    for score in (0.1, 0.3, 0.3, 0.2, 0.4, 0.4, 0.1, 0.2, 0.3, 0.1, 0.5, 0.5):
+        state.step += 10
+        for _ in range(2):  # an evaluation that is made again counts once
+            state.note_score(score, greater_is_better=True, min_improvement=0.0, plateau_patience=patience)
+        scheduler.step(score)
+        rates.append(lr_at(state.step, 1000, config, 50, state.num_falls))
+        assert rates[-1] == scheduler.get_last_lr()[0]
+    assert rates[-1] == 0.2 and len({*rates}) == 4
+
+
+def test_warmup_steps_are_as_many_steps_in_a_run_of_any_length():
+    config = TrainConfig(lr=1.0, schedule="constant", warmup_steps=4)
+    assert [lr_at(step, 1000, config, 10) for step in range(6)] == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+    assert lr_at(2, 3, config, 3) == 1.0  # the last step is never part of it
+
+
 class Layered(nn.Module):
     """Two layers and a norm."""
 
