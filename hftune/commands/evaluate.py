@@ -30,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split", default="eval", help="split to evaluate on: eval, test or one of eval.sets (default %(default)s)"
     )
+    parser.add_argument(
+        "--lm-eval",
+        metavar="TASKS",
+        help="evaluate a language model on these tasks of lm-eval instead, such as hellaswag,tasks/own.yaml",
+    )
     parser.add_argument("--output", type=Path, help="JSON file for the metrics")
     parser.add_argument(
         "--track", action="store_true", help="record the evaluation as a run of its own at the trackers of track.with"
@@ -65,6 +70,8 @@ def run(options: argparse.Namespace) -> int:
         check_checkpoint(checkpoint)
     if options.output is not None and ProcessInfo.from_environment().is_main:
         check_output(options.output)
+    if options.lm_eval is not None:
+        return run_lm_eval(recipe, model, options)
     tracked_as = None
     if options.track:
         from hftune.commands.tracked import as_run, track_evaluation
@@ -84,6 +91,25 @@ def run(options: argparse.Namespace) -> int:
             except Exception as error:  # whatever a tracker's package raises: the metrics are printed by now
                 reason = str(error) if isinstance(error, ConfigError) else first_line(error)
                 print(warning(f"The evaluation was not recorded at the trackers: {reason}"), flush=True)
+    return 0
+
+
+def run_lm_eval(recipe: Recipe, model: Path, options: argparse.Namespace) -> int:
+    """Evaluate on tasks of lm-eval, print the scores and write them."""
+    from hftune.commands.lm_eval_tasks import check_lm_eval, evaluate_by_lm_eval
+    from hftune.tracking.console import hide_progress_bars, short, table
+    from hftune.tracking.jsonl import strict_json
+
+    for name in ("checkpoint", "track"):
+        if getattr(options, name):
+            raise ConfigError(f"--{name} does not go with --lm-eval, which scores a finished model and prints. Leave it out.")
+    check_lm_eval(recipe)
+    hide_progress_bars()
+    scores = evaluate_by_lm_eval(recipe, model, options.lm_eval)
+    if options.output is not None:
+        with writing(f"--output {options.output}"):
+            options.output.write_text(strict_json({"metrics": scores, "model": str(model)}, indent=2) + "\n", encoding="utf-8")
+    print(table({**{name: short(value) for name, value in scores.items()}, "model": str(model)}), flush=True)
     return 0
 
 
