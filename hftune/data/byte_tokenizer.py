@@ -14,6 +14,10 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """The chat template of a new model."""
+IMAGE = "<image>"
+PARTS = "{% for part in message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}"
+PICTURED_CHATML = CHATML.replace("message.content + '<|im_end|>", f"'' }}}}{PARTS}{{{{ '<|im_end|>")
+"""The same for messages with pictures, whose content is a list of parts."""
 
 
 def train_bytes(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (PAD, END)) -> str:
@@ -47,10 +51,15 @@ def byte_tokenizer(trained: str) -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(trained), pad_token=PAD, eos_token=END)
 
 
-def chat_tokenizer(trained: str) -> PreTrainedTokenizerBase:
-    """Return a tokenizer that was trained with the special tokens PAD, TURN and END_OF_TURN, with ChatML as its template."""
+def chat_tokenizer(trained: str, pictured: bool = False) -> PreTrainedTokenizerBase:
+    """Return a tokenizer that was trained with the special tokens PAD, TURN and END_OF_TURN, with ChatML as its template.
+
+    Args:
+        pictured: it was trained with IMAGE, too, and chats have pictures.
+    """
+    further = [TURN, IMAGE] if pictured else [TURN]
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(trained), pad_token=PAD, eos_token=END_OF_TURN, additional_special_tokens=[TURN]
+        tokenizer_object=Tokenizer.from_str(trained), pad_token=PAD, eos_token=END_OF_TURN, additional_special_tokens=further
     )
-    tokenizer.chat_template = CHATML
+    tokenizer.chat_template = PICTURED_CHATML if pictured else CHATML
     return tokenizer

@@ -72,6 +72,20 @@ def fitted(samples: Sequence[ChatSample], max_length: int, too_long: str) -> lis
     return [kept for sample in samples if (kept := sample.cut(max_length))] if too_long == "cut" else []
 
 
+def chat_of(
+    row: Mapping[str, Any], columns: Mapping[str, str], completion_only: bool = True, **how: Any
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Return the checked messages of a row and its tools, or raise ChatError.
+
+    Args:
+        columns: of the messages, or of prompt and completion, and of the tools, by the fields of ``Chats`` that name them.
+        completion_only: see ``messages_of``; ``how``: its other arguments.
+    """
+    names = [columns[key] for key in ("messages_column", "prompt_column", "completion_column") if key in columns]
+    tools, messages = columns.get("tools_column"), messages_of(row, names, completion_only=completion_only, **how)
+    return messages, None if tools is None else tools_of(row, tools, how.get("as_written", False))
+
+
 class _Turn(NamedTuple):
     """An answer: ``prompt`` is what inference renders before it, ``whole`` that and what it generates, with a stop token."""
 
@@ -117,6 +131,16 @@ class ChatFormat:
         self._check()
         self.stops = sorted({*stops, tokenizer.eos_token_id} - {None})
         self._learn_stop()
+
+    def read(
+        self, row: Mapping[str, Any], columns: Mapping[str, str], completion_only: bool = True, **how: Any
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        """Return what ``chat_of`` does, with all that ``samples`` needs."""
+        return chat_of(row, columns, completion_only, **how)
+
+    def beside(self, messages: Sequence[Mapping[str, Any]], samples: Sequence[ChatSample]) -> dict[str, list[Any]]:
+        """Return further columns of the samples of a chat, by name."""
+        return {}
 
     def samples(
         self, messages: Sequence[Mapping[str, Any]], tools: list | None = None, train_on: str = "assistant"
@@ -230,7 +254,7 @@ class ChatFormat:
         Raises:
             ChatError: it refuses the messages.
         """
-        shown = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+        shown = [*map(self._shown, messages)]
         template = _frozen(self._template(tools), today or self.today)
         try:
             return self.tokenizer.apply_chat_template(
@@ -238,6 +262,10 @@ class ChatFormat:
             )
         except Exception as error:  # templates are programs, and fail in all ways
             raise ChatError(f"Message {len(shown) - 1}: the chat template refuses the chat up to here: {error}") from error
+
+    def _shown(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message as the template reads it."""
+        return {key: value for key, value in message.items() if key != "train"}
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # templates write <s> themselves

@@ -197,20 +197,21 @@ def _joined(arrays: Sequence[np.ndarray], shapes_N3: np.ndarray) -> np.ndarray:
 
 def states_of_files(rows: datasets.Dataset) -> list[tuple[int, int] | None]:
     """Return size and time of change of each file that the rows name, None if it is missing; not of images in the rows."""
-
-    def state(path: str) -> tuple[int, int] | None:
-        try:
-            found = Path(path).stat()
-        except OSError:
-            return None
-        return found.st_size, found.st_mtime_ns
-
     kept_N = row_numbers(rows, range(len(rows)))
     states = []
     for stored in rows.data.columns:  # of the whole table: a selection would copy the images in it
         path, content = (pc.struct_field(stored, name) for name in ("path", "bytes"))
-        states += map(state, path.take(kept_N).filter(content.is_null().take(kept_N)).drop_null().to_pylist())
+        states += map(state_of, path.take(kept_N).filter(content.is_null().take(kept_N)).drop_null().to_pylist())
     return states
+
+
+def state_of(path: str | Path) -> tuple[int, int] | None:
+    """Return size and time of change of a file; None if it is missing."""
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
 
 
 # Opening

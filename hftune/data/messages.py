@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,12 @@ OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model":
 """Roles as other formats call them."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys under which a message holds the model's thoughts; transformers gives templates all of them for any of them."""
+PARTS = "parts"
+"""Key of a message that may have pictures, with its content as a list of parts, each {"type": "text", "text": ...} or
+{"type": "image"}, the latter with its source unless that is in a column of its own."""
+PLACEHOLDER = "<image>"
+"""What stands for a picture in a text of a chat, in the data of LLaVA and of many others, whatever the model's own token is."""
+_PLACEHOLDER = re.compile(rf"\n?{PLACEHOLDER}\n?")  # templates write what is between pictures and text
 
 
 class ChatError(DataError):
@@ -29,6 +36,7 @@ def messages_of(
     has_answer: bool = True,
     completion_only: bool = True,
     as_written: bool = False,
+    pictured: bool = False,
 ) -> list[dict[str, Any]]:
     """Return the checked messages of a row, as templates take them.
 
@@ -38,6 +46,7 @@ def messages_of(
         has_answer: refuse a chat without an answer to train on.
         completion_only: mark the answers in a prompt as not trained.
         as_written: the row is no row of a data set, so its nulls stay, too.
+        pictured: messages may have pictures, and PARTS; they may also be LLaVA's, which have from and value.
 
     Raises:
         ChatError: a message lacks something, or the roles are out of order.
@@ -55,7 +64,7 @@ def messages_of(
         messages = prompt + completion
     if not messages:
         raise ChatError("There are no messages.")
-    checked = [_message(message, place) for place, message in enumerate(messages)]
+    checked = [_message(message, place, pictured) for place, message in enumerate(messages)]
     _check_order(checked)
     if has_answer and not any(is_trained(message) for message in checked):
         raise ChatError("There is no message of the assistant to train on.")
@@ -136,11 +145,14 @@ def _parsed(value: Any, column: str, as_written: bool) -> Any:
         raise ChatError(f"Column {column!r} is not valid JSON: {error}.") from error
 
 
-def _message(message: Any, place: int) -> dict[str, Any]:
+def _message(message: Any, place: int, pictured: bool = False) -> dict[str, Any]:
     """Return the message without keys that are null, its content as one text, the arguments of its calls as dicts."""
     if not isinstance(message, dict):
         raise ChatError(f"Message {place} is {_kind(message)}, not a mapping with role and content.")
     message = {key: value for key, value in message.items() if value is not None}
+    if pictured and message.keys() >= {"from", "value"} and "role" not in message:
+        role = message.pop("from")
+        message |= {"role": OTHER_NAMES.get(role, role), "content": message.pop("value")}
     if "role" not in message:
         keys = ", ".join(message) or "nothing"
         raise ChatError(f"Message {place} has no role, only {keys}. A message has the keys role and content.")
@@ -160,29 +172,41 @@ def _message(message: Any, place: int) -> dict[str, Any]:
         if role != "assistant":
             raise ChatError(f"Message {place} has tool_calls, which only messages of the assistant have.")
         message["tool_calls"] = [_call(call, place) for call in (calls if isinstance(calls, list) else [calls])]
-    message["content"] = _content(message, place)
+    message["content"], parts = _content(message, place, pictured)
+    if pictured:
+        message[PARTS] = parts
     if is_trained(message) and not (message["content"].strip() or calls):
         raise ChatError(f'Message {place} is an empty answer. Remove it, or set "train": false.')
     return message
 
 
-def _content(message: dict[str, Any], place: int) -> str:
-    """Return the content as one text; "" beside tool calls, where templates would write None."""
+def _content(message: dict[str, Any], place: int, pictured: bool) -> tuple[str, list[dict[str, Any]]]:
+    """Return the content as one text, "" beside tool calls, where templates would write None; and its parts, see ``PARTS``."""
     if "content" not in message and ("tool_calls" in message or any(key in message for key in THOUGHTS)):
-        return ""
+        return "", []
     content = message.get("content")
-    parts = [content] if isinstance(content, str) else content
-    if not isinstance(parts, list) or (not parts and message["role"] != "assistant"):
+    given = [content] if isinstance(content, str) else content
+    if not isinstance(given, list) or (not given and message["role"] != "assistant"):
         raise ChatError(f"Message {place} has {_kind(content)} in the place of its content. It is a text.")
-    texts = []
-    for part in parts:
+    parts: list[dict[str, Any]] = []
+    for part in given:
         is_dict = isinstance(part, dict)
-        text = part.get("text") if is_dict and part.get("type", "text") == "text" else part
+        kind = part.get("type", "text") if is_dict else "text"
+        if pictured and kind in ("image", "image_url"):
+            if message["role"] == "assistant":
+                raise ChatError(f"Message {place} is an answer with a picture. Models write text only.")
+            parts.append({**part, "type": "image"})
+            continue
+        text = part.get("text") if is_dict and kind == "text" else part
         if not isinstance(text, str):
             kind = part.get("type") if is_dict else _kind(part)
-            raise ChatError(f"Message {place} has content of the type {kind}. Only text can be trained on.")
-        texts.append(text)
-    return "".join(texts)
+            known = "text and images" if pictured else "text"
+            raise ChatError(f"Message {place} has content of the type {kind}. Only {known} can be trained on.")
+        is_split = pictured and message["role"] != "assistant"
+        for number, piece in enumerate(_PLACEHOLDER.split(text) if is_split else [text]):
+            parts += [{"type": "image"}] if number else []
+            parts += [{"type": "text", "text": piece}] if piece else []
+    return "".join(part["text"] for part in parts if part["type"] == "text"), parts
 
 
 def _call(call: Any, place: int) -> dict[str, Any]:

@@ -187,6 +187,10 @@ def packed_digest(model: nn.Module) -> str:
     return weights_digest({**packed, **scales}.items())
 
 
+def has_packed(module: nn.Module) -> bool:
+    return any(map(is_packed, module.parameters()))
+
+
 def is_packed(value: Tensor) -> bool:
     """Say whether a weight holds several small numbers in each of its bytes."""
     return value.dtype == torch.uint8
@@ -249,7 +253,7 @@ def whole_modules(model: PreTrainedModel, config: AdapterConfig, new: Sequence[s
                 f"adapter.train_also: {name} of {type(model).__name__} shares its weights with {ties[name]}, and peft would "
                 f"train only one of the two. {how}."
             )
-        if any(map(is_packed, model.get_submodule(name).parameters())):
+        if has_packed(model.get_submodule(name)):
             raise ConfigError(
                 f"adapter.quantize={config.quantize}: {name} of {type(model).__name__} has 4 bits, and could not be trained as "
                 "a whole. Leave it out of adapter.train_also, or leave adapter.quantize out."
@@ -288,7 +292,9 @@ def target_modules(model: PreTrainedModel, config: AdapterConfig, whole: Sequenc
         return found
     targets: list[str] = []
     for pattern in config.targets:
-        found = matching(model, pattern, "adapter.targets")
+        named = matching(model, pattern, "adapter.targets")
+        # Where the task has frozen some of them, as a vision tower, a name stands for the others.
+        found = [name for name in named if trains(module := model.get_submodule(name)) or has_packed(module)] or named
         for name in found:
             module = model.get_submodule(name)
             if not is_adaptable(module) or isinstance(module, NonDynamicallyQuantizableLinear):

@@ -332,8 +332,14 @@ def find_packing(inputs: Mapping[str, Tensor]) -> Packing:
     return Packing.of(mask_BT)
 
 
+def reader_of(model: nn.Module) -> nn.Module:
+    """Return the part of a model whose layers read its tokens: all of it; or, beside a vision tower, its language model."""
+    parts = getattr(getattr(model, "config", None), "sub_configs", {})
+    return model.get_decoder() if {"text_config", "vision_config"} <= parts.keys() else model
+
+
 def stack_of(model: nn.Module) -> list[nn.Module]:
-    """Return a model's layers, in order.
+    """Return the layers of a model that read its tokens, in order.
 
     Raises:
         NotPackable: it has none, or several stacks of them; or they mix tokens by more than attention, which comparing numbers
@@ -341,7 +347,7 @@ def stack_of(model: nn.Module) -> list[nn.Module]:
     """
     stacks = [
         [*module]
-        for module in model.modules()
+        for module in reader_of(model).modules()
         if isinstance(module, nn.ModuleList) and any(isinstance(layer, GradientCheckpointingLayer) for layer in module)
     ]
     if len(stacks) != 1:
@@ -358,7 +364,7 @@ def install(model: nn.Module) -> Callable[[], None]:
         NotPackable: as ``stack_of``; or its attention is not called by transformers' attention interface.
     """
     layers, names = stack_of(model), dict[PreTrainedModel, str]()
-    for module in model.modules():
+    for module in reader_of(model).modules():
         if isinstance(module, PreTrainedModel):
             names[module] = module.config._attn_implementation
             if names[module] not in ("sdpa", ATTENTION):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +19,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
+    AutoImageProcessor,
+    AutoProcessor,
     AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedConfig,
@@ -279,9 +282,51 @@ def add_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens:
             value[new] = value[:count][is_known].float().mean(0).to(value.dtype)
 
 
+def load_processor(model: str, commit: str | None = None) -> Any:
+    """Load the processor of a model of images with text, with its tokenizer. Images are read by Pillow.
+
+    Raises:
+        ConfigError: the model has no processor.
+    """
+    folder = folder_of(model, commit, TOKENIZER)
+    try:
+        processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+        if hasattr(processor, "image_processor"):  # by its name, as a processor of videos has no such backend
+            processor.image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
+    except (OSError, ValueError, ImportError, TypeError, AttributeError) as error:
+        how = "" if find_spec("torchvision") else ' If it needs torchvision: pip install "hftune[vision]".'
+        raise ConfigError(f"task.model={model} has no processor that can be loaded: {message_of(error)}.{how}") from error
+    tokenizer = getattr(processor, "tokenizer", None)
+    if tokenizer is None:
+        raise ConfigError(f"task.model={model} has a {type(processor).__name__}, and no processor of pictures and texts.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if processor.chat_template is not None:
+        tokenizer.chat_template = processor.chat_template
+    return processor
+
+
+def new_processor(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, image_token: str) -> Any:
+    """Return the processor of a new LLaVA: it scales images to the squares that its vision tower takes."""
+    vision, half = config.vision_config, [0.5, 0.5, 0.5]
+    size = {"height": vision.image_size, "width": vision.image_size}
+    images = transformers.LlavaImageProcessorPil(size=size, do_center_crop=False, image_mean=half, image_std=half)
+    return transformers.LlavaProcessor(
+        images,
+        tokenizer,
+        patch_size=vision.patch_size,
+        vision_feature_select_strategy=config.vision_feature_select_strategy,
+        image_token=image_token,
+        num_additional_image_tokens=int(vision.model_type == "clip_vision_model"),  # which has one for the whole image
+    )
+
+
 def max_positions(model: PreTrainedModel) -> int | None:
     """Return the maximum number of tokens that a model has positions for; None if there is no maximum, as for XLNet."""
-    positions = getattr(model.config, "max_position_embeddings", None)
+    config = model.config
+    if not hasattr(config, "max_position_embeddings"):  # as of a model with a vision tower beside the one of texts
+        config = config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
     if positions is None or positions < 0:
         return None
     # RoBERTa and related models count positions from padding_idx + 1.

@@ -43,11 +43,13 @@ TASKS = {
     "SequenceClassification": ("text-classification", "that classifies texts"),
     "TitleGeneration": ("summarization", "that writes titles for texts"),
     "TokenClassification": ("token-classification", "that tags the words of texts"),
+    "VisionChats": ("image-text-to-text", "that answers chats with pictures"),
 }
 """The Hub's name of each shipped task, and what its models do, by class."""
 INPUTS = {
     "image-classification": '["image.png"]',
     "image-segmentation": '["image.png"]',
+    "image-text-to-text": '[{"messages": [{"role": "user", "content": "What is this?"}], "images": ["image.png"]}]',
     "image-to-image": '[("image.png", "mask.png")]',
     "text-ranking": '[["A question?", "An answer."]]',
     "token-classification": '[["A question?", ["A step.", "Another one."]]]',

@@ -16,6 +16,7 @@ from hftune.tasks.seq2seq import Seq2Seq
 from hftune.tasks.sequence_classification import SequenceClassification
 from hftune.tasks.title_generation import TitleGeneration
 from hftune.tasks.token_classification import TokenClassification
+from hftune.tasks.vision_chats import VisionChats
 
 __all__ = [
     "KTO",
@@ -34,4 +35,5 @@ __all__ = [
     "SequenceClassification",
     "TitleGeneration",
     "TokenClassification",
+    "VisionChats",
 ]

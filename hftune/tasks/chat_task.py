@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.config.keys import key
-from hftune.data.chats import ChatError, ChatFormat, messages_of, tools_of
+from hftune.data.chats import ChatError, ChatFormat
 from hftune.data.columns import TEXTS, Role
 from hftune.data.messages import BadChat, as_messages, without_nulls
 from hftune.errors import ConfigError, DataError
@@ -24,6 +24,7 @@ from hftune.tasks.text import MAX_SHOWN, NO_LABEL, TextTask, pieces
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from torch import Tensor
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
     from transformers.generation import BaseStreamer
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 LEARNED = 2**16
 """Chats that the tokenizer of a new model is trained on, at most: more make hardly another vocabulary."""
+ASKED = {"messages_column": "messages", "tools_column": "tools", "image_column": "images"}
+"""What a raw input has its messages, their tools and their pictures by."""
 MAX_REPLY_TOKENS = 1024
 """Tokens of an answer that a user asked for, if the model does not say how many."""
 
@@ -133,7 +136,11 @@ class ChatTask(TextTask):
         """How the model's template writes chats, and where its generation stops."""
         today = None if self.date is None else datetime.date.fromisoformat(self.date)
         stops = _as_list(self.own_generation.eos_token_id) if self.generates else []
-        return ChatFormat(self.text_tokenizer, options=self.template_options, stops=stops, today=today)
+        return self.new_format(options=self.template_options, stops=stops, today=today)
+
+    def new_format(self, **how: Any) -> ChatFormat:
+        """Return a ``ChatFormat`` of the tokenizer, with these arguments."""
+        return ChatFormat(self.text_tokenizer, **how)
 
     def datasets(self) -> Mapping[str, Any]:
         if self.chat_format.dated:
@@ -266,9 +273,14 @@ class ChatTask(TextTask):
         config: GenerationConfig,
         streamer: BaseStreamer | None = None,
         keys: Sequence[Sequence[int]] = (),
+        beside: Any = None,
     ) -> list[list[int]]:
         """Return the tokens of the model's answer to each prompt, cut where the model's positions end, whatever prompts are
-        beside it; drawn at random, if each has a key, see ``KeyedDraws``."""
+        beside it; drawn at random, if each has a key, see ``KeyedDraws``.
+
+        Args:
+            beside: what the model gets of all prompts beside their tokens, see ``prompt_inputs``: they are answered together.
+        """
         from hftune.data.tokenized import Ragged
         from hftune.models.generation import KeyedDraws, tidy
         from hftune.models.pretrained import max_positions
@@ -277,19 +289,34 @@ class ChatTask(TextTask):
         pad = self.text_tokenizer.pad_token_id
         rooms = [most if positions is None else min(most, max(1, positions - len(prompt))) for prompt in prompts]
         answers: dict[int, list[int]] = {}
+        if beside is not None:
+            rooms = [max(rooms)] * len(rooms)
         for room in sorted(set(rooms)):  # only one, unless a prompt leaves less
             places = [place for place, own in enumerate(rooms) if own == room]
             limited = deepcopy(config)
             limited.max_new_tokens = room
             ids_NT, mask_NT = Ragged.of([prompts[place] for place in places]).padded(pad, "left")
-            given: dict[str, Any] = {"input_ids": ids_NT.to(model.device), "attention_mask": mask_NT.to(model.device)}
+            given = {name: value.to(model.device) for name, value in self.prompt_inputs(ids_NT, mask_NT, beside).items()}
+            num_read = given["input_ids"].shape[1]
             if keys:
-                given["logits_processor"] = [KeyedDraws([keys[place] for place in places], limited, ids_NT.shape[1])]
+                given["logits_processor"] = [KeyedDraws([keys[place] for place in places], limited, num_read)]
                 limited.do_sample, limited.num_beams, limited.num_return_sequences = False, 1, 1
                 tidy(limited)
-            texts_NT = model.generate(**given, generation_config=limited, streamer=streamer)[:, ids_NT.shape[1] :]
+            texts_NT = model.generate(**given, generation_config=limited, streamer=streamer)[:, num_read:]
             answers |= zip(places, texts_NT.tolist(), strict=True)
         return [answers[place] for place in range(len(prompts))]
+
+    def prompt_inputs(self, ids_NT: Tensor, mask_NT: Tensor, beside: Any) -> dict[str, Any]:
+        """Return what the model is given to answer prompts, padded on the left, which may get longer by that.
+
+        Args:
+            beside: what ``beside`` returned, or None.
+        """
+        return {"input_ids": ids_NT, "attention_mask": mask_NT}
+
+    def beside(self, inputs: Sequence[Any]) -> Any:
+        """Return what the model gets of raw inputs beside their tokens; None, the default: nothing."""
+        return None
 
     # Use
 
@@ -320,13 +347,11 @@ class ChatTask(TextTask):
         """
         if isinstance(value, str) and not value.strip():
             raise DataError(f"Input {index} is an empty text.")
-        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        row = messages if isinstance(messages, Mapping) else {"messages": messages}
         try:
-            chat = messages_of(row, has_answer=False, as_written=True)
+            chat, tools = self.chat_format.read(row_of(value), ASKED, has_answer=False, as_written=True)
             if chat[-1]["role"] not in ("user", "tool"):
                 raise ChatError(f"The last message is the {chat[-1]['role']}'s, so that there is nothing to answer.")
-            return self.chat_format.prompt(chat, tools_of(row, "tools", as_written=True))
+            return self.chat_format.prompt(chat, tools)
         except ChatError as error:
             raise DataError(f"Input {index} cannot be answered: {error}") from error
 
@@ -339,12 +364,14 @@ class ChatTask(TextTask):
         config = tidy(deepcopy(model.generation_config), {"num_beams": 1})
         config.num_beams = 1  # beams cannot be streamed
         with torch.no_grad():
-            return self._text(self._generate(model, self._prompts(model, [messages]), config, streamer)[0])
+            prompts = self._prompts(model, [messages])
+            return self._text(self._generate(model, prompts, config, streamer, beside=self.beside([messages]))[0])
 
     def predict(self, model: PreTrainedModel, inputs: list[Any]) -> list[dict[str, Any]]:
         """Return the answer to each input as ``generated``: a text, a list of messages, or {messages, tools}."""
         prompts = self._prompts(model, inputs)
-        return [{"generated": self._text(ids)} for ids in self._generate(model, prompts, model.generation_config)]
+        answers = self._generate(model, prompts, model.generation_config, beside=self.beside(inputs))
+        return [{"generated": self._text(ids)} for ids in answers]
 
     def sample(
         self,
@@ -364,11 +391,11 @@ class ChatTask(TextTask):
         config = deepcopy(model.generation_config)
         config.update(do_sample=True, **settings)
         stops, found = {*self.chat_format.stops}, []
-        prompts = self._prompts(model, inputs)
-        drawn = [(prompt, key) for prompt, own in zip(prompts, keys, strict=True) for key in own]
+        asked = zip(self._prompts(model, inputs), inputs, keys, strict=True)
+        drawn = [(prompt, value, key) for prompt, value, own in asked for key in own]
         for start in range(0, len(drawn), at_once):
-            some = drawn[start : start + at_once]
-            texts = self._generate(model, [prompt for prompt, _ in some], config, keys=[key for _, key in some])
+            prompts, values, some = zip(*drawn[start : start + at_once], strict=True)
+            texts = self._generate(model, prompts, config, keys=some, beside=self.beside(values))
             found += [(self._text(ids), not stops.isdisjoint(ids)) for ids in texts]
         answers = iter(found)
         return [[next(answers) for _ in own] for own in keys]
@@ -385,6 +412,12 @@ class ChatTask(TextTask):
                     f"Input {index} has {len(prompt):,} tokens, {needs}the model has {positions:,} positions. Shorten it."
                 )
         return prompts
+
+
+def row_of(value: Any) -> Mapping[str, Any]:
+    """Return a raw input, a text, a list of messages or a mapping with them, as a row of ASKED columns."""
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    return messages if isinstance(messages, Mapping) else {"messages": messages}
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from hftune.config.keys import key
-from hftune.data.chats import ChatError, ChatFormat, fitted, messages_of, tools_of
+from hftune.data.chats import ChatError, ChatFormat, chat_of, fitted
 from hftune.data.messages import BadChat
 from hftune.errors import DataError
 from hftune.metrics.records import directions
@@ -126,10 +126,15 @@ class Chats(ChatTask, TokenTask):
                 row = self.row_of(split)(int(np.asarray(samples.column("row"))[worst]))
                 raise DataError(
                     f"The {split} split has {count:,} {'chat' if count == 1 else 'chats'} longer than task.max_length="
-                    f"{self.max_length} tokens; the longest has {lengths[worst]:,}, at row {row}. Raise it, or set "
+                    f"{self.max_length} tokens; the longest has {lengths[worst]:,}{self.of_these(samples, worst)}, at row "
+                    f"{row}. Raise it, or set "
                     "task.too_long=drop to leave these chats out, or cut to leave out their last turns."
                 )
         return found
+
+    def of_these(self, samples: Texts, index: int) -> str:
+        """Return what many of the tokens of a sample are, part of a sentence."""
+        return ""
 
     def _known(self, datasets: Mapping[str, Any]) -> dict[str, Texts]:
         """Return the splits whose samples are made before training."""
@@ -185,7 +190,7 @@ class Chats(ChatTask, TokenTask):
         from hftune.data import notices
 
         messages, known = super().notices(datasets, model), self._known(datasets)
-        messages += notices.shared({split: samples.column("input_ids") for split, samples in known.items()}, "chats")
+        messages += notices.shared({split: self.compared(samples) for split, samples in known.items()}, "chats")
         for split, samples in known.items():
             total, used = len(self.rows[split]), len(np.unique(np.asarray(samples.column("row"))))
             if used < total:
@@ -206,6 +211,10 @@ class Chats(ChatTask, TokenTask):
                 )
         return messages
 
+    def compared(self, samples: Texts) -> Any:
+        """Return the column by which samples are the same as others."""
+        return samples.column("input_ids")
+
     # Evaluation
 
     def build_model(self) -> PreTrainedModel:
@@ -225,8 +234,13 @@ class Chats(ChatTask, TokenTask):
             rows.append({"prompt": prompt, "answer": beginning(answer) if self.generation is None else answer, **row})
         if self.generation is None:
             return rows
-        answers = self._generate(model, prompts, self._evaluation_settings(model.generation_config))
+        settings = self._evaluation_settings(model.generation_config)
+        answers = self._generate(model, prompts, settings, beside=self.beside_batch(batch))
         return [{**row, "generated": self._text(ids)} for row, ids in zip(rows, answers, strict=True)]
+
+    def beside_batch(self, batch: Batch) -> Any:
+        """Return what ``beside`` does, of the prompts of a batch."""
+        return None
 
     def _evaluation_settings(self, own: GenerationConfig) -> GenerationConfig:
         """Return a model's settings, changed as the recipe says: without chance, unless it asks for samples.
@@ -278,7 +292,7 @@ def encode(
     for place, index in enumerate(indices):
         try:
             row = {name: values[place] for name, values in rows.items()}
-            messages, tools = chat_of(row, columns, completion_only=train_on != "all")
+            messages, tools = chats.read(row, columns, completion_only=train_on != "all")
             whole = chats.samples(messages, tools, train_on)
         except ChatError as error:
             raise BadChat(index, str(error)) from error
@@ -288,18 +302,6 @@ def encode(
         found["labels"] += [sample.labels for sample in samples]
         found["row"] += [index] * len(samples)
         found["lost"] += [lost, *[0] * (len(samples) - 1)] if samples else []
+        for name, values in chats.beside(messages, samples).items():
+            found.setdefault(name, []).extend(values)
     return found
-
-
-def chat_of(
-    row: Mapping[str, Any], columns: Mapping[str, str], completion_only: bool = True
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Return the checked messages of a row and its tools, or raise ChatError.
-
-    Args:
-        columns: see ``Chats.find_columns``.
-        completion_only: see ``messages_of``.
-    """
-    names = [columns[key] for key in ("messages_column", "prompt_column", "completion_column") if key in columns]
-    tools = columns.get("tools_column")
-    return messages_of(row, names, completion_only=completion_only), None if tools is None else tools_of(row, tools)

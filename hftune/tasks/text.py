@@ -267,13 +267,19 @@ class TextTask(DatasetTask):
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the model, or, for a new model, one trained on the training texts."""
         from hftune.data.cache import cached_value
-        from hftune.models.pretrained import load_tokenizer, with_tokens
+        from hftune.models.pretrained import with_tokens
 
         if self.model is not None:
-            return with_tokens(load_tokenizer(self.model, commit=self.model_commit), self.new_tokens)
+            return with_tokens(self.named_tokenizer(), self.new_tokens)
         depends_on = [type(self).__name__, self.rows["train"]._fingerprint, self.read_columns, self.vocab_size]
         depends_on += [version("tokenizers"), *_code(type(self))]
         return with_tokens(self.new_tokenizer(lambda train: cached_value(depends_on, train)), self.new_tokens)
+
+    def named_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer of the model that the recipe names."""
+        from hftune.models.pretrained import load_tokenizer
+
+        return load_tokenizer(str(self.model), commit=self.model_commit)
 
     def new_tokenizer(self, cached: Callable[[Callable[[], Any]], Any]) -> PreTrainedTokenizerBase:
         """Return the tokenizer of a new model: by default WordPiece, trained on ``training_texts``.

@@ -82,7 +82,7 @@ def prepare(words: list[str], page: str) -> list[str]:
             _write_recipe(value, page)
         elif key.startswith("task.data_files.") and "://" not in value:
             Path(value).touch()
-        elif key == "task.data_dir":
+        elif key in ("task.data_dir", "task.image_folder"):
             Path(value).mkdir(exist_ok=True)
             if "task.dataset=idx" in words:
                 for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from hftune import DataError, Task
-from hftune.data.demo import articles, digits, pictures, questions, reviews, shapes
+from hftune.data.demo import articles, digits, picture_chats, pictures, questions, reviews, shapes
 from hftune.tasks import Preferences, SequenceClassification
 
 
@@ -60,6 +60,16 @@ def few_shapes(part: str) -> list[dict[str, Any]]:
 def few_pictures(part: str) -> list[dict[str, Any]]:
     """16 and 7 of the demo's pictures."""
     return list(pictures(part, {"train": 16, "eval": 7}[part]))
+
+
+@functools.cache
+def few_picture_chats(part: str) -> list[dict[str, Any]]:
+    """48 and 13 of the demo's chats with pictures; every third has none."""
+    rows = list(picture_chats(part, {"train": 48, "eval": 13}[part]))
+    for row in rows[2::3]:
+        row["messages"] = [{**message, "content": message["content"].replace("<image>", "")} for message in row["messages"]]
+        row["images"] = []
+    return rows
 
 
 def two_images(part: str) -> list[dict[str, Any]]:

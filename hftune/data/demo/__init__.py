@@ -13,7 +13,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from hftune.data.demo.drawings import digits, landscapes, no_such_split, pictures, shapes  # noqa: F401 - for recipes
+from hftune.data.demo.drawings import (  # noqa: F401 - for recipes, which name them here
+    digits,
+    landscapes,
+    no_such_split,
+    picture_chats,
+    pictures,
+    shapes,
+)
 
 
 def _rows(name: str, split: str) -> list[dict[str, Any]]:

@@ -14,6 +14,8 @@ from hftune.errors import DataError
 
 LANDSCAPE = ("sky", "sun", "hill")
 SHAPES = ("circle", "cross", "ring", "square", "star", "triangle")
+CHAT_SHAPES = ("circle", "ring", "square", "triangle")
+COLOURS = {"red": [220, 50, 40], "green": [50, 180, 70], "blue": [60, 90, 230], "yellow": [230, 210, 60]}
 
 Stroke = list[tuple[float, float]]
 Row = dict[str, Any]
@@ -77,23 +79,39 @@ def _digit(rng: Rng) -> Row:
 
 
 def _shape(rng: Rng) -> Row:
-    name, scale = SHAPES[rng.randint(len(SHAPES))], 2  # drawn larger and then averaged, for smooth edges
+    name = SHAPES[rng.randint(len(SHAPES))]
     width, height = (int(value) for value in rng.randint(40, 65, size=2))
     ground, colour = rng.randint(0, 90, size=3), rng.randint(130, 256, size=3)
-    canvas = Image.new("RGB", (width * scale, height * scale), tuple(ground.tolist()))
+    return {"image": _drawn_shape(rng, name, (width, height), ground.tolist(), colour.tolist()), "label": name}
+
+
+def _drawn_shape(rng: Rng, name: str, size: tuple[int, int], ground: list[int], colour: list[int]) -> Image.Image:
+    scale = 2  # drawn larger and then averaged, for smooth edges
+    canvas = Image.new("RGB", (size[0] * scale, size[1] * scale), tuple(ground))
     radius = rng.uniform(0.28, 0.42) * min(canvas.size)
     x, y = (rng.uniform(radius, side - radius) for side in canvas.size)
-    turn, pen, ink = rng.uniform(0, 2 * math.pi), ImageDraw.Draw(canvas), tuple(colour.tolist())
+    turn, pen, ink = rng.uniform(0, 2 * math.pi), ImageDraw.Draw(canvas), tuple(colour)
     if name in ("circle", "ring"):
         pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=ink)
         if name == "ring":
             inner = 0.55 * radius
-            pen.ellipse((x - inner, y - inner, x + inner, y + inner), fill=tuple(ground.tolist()))
+            pen.ellipse((x - inner, y - inner, x + inner, y + inner), fill=tuple(ground))
     else:
         pen.polygon([(x + radius * a, y + radius * b) for a, b in _corners(name, turn)], fill=ink)
     pixels = np.asarray(canvas.reduce(scale), dtype=np.float32)
     noisy = pixels + rng.normal(0, 1, size=pixels.shape) * rng.uniform(0, 12)
-    return {"image": Image.fromarray(noisy.clip(0, 255).astype(np.uint8)), "label": name}
+    return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+
+
+def _chat_about_shapes(rng: Rng) -> Row:
+    images, messages = [], []
+    for turn in range(1 + int(rng.rand() < 0.25)):
+        colour, name = list(COLOURS)[rng.randint(len(COLOURS))], CHAT_SHAPES[rng.randint(len(CHAT_SHAPES))]
+        ground = rng.randint(0, 60, size=3).tolist()
+        images.append(_drawn_shape(rng, name, (32, 32), ground, COLOURS[colour]))
+        asked = "<image>And this?" if turn else "<image>What is this?"
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": f"A {colour} {name}."}]
+    return {"messages": messages, "images": images}
 
 
 def _corners(name: str, turn: float) -> list[tuple[float, float]]:
@@ -162,3 +180,8 @@ landscapes = partial(_drawn, _landscape, 300, 50)
 """Pictures of sky, sun and hills: "image", RGB, with sides of 40 to 56 pixels, and "mask", the places of LANDSCAPE."""
 pictures = partial(_drawn, lambda rng: {"image": _landscape(rng)["image"]}, 120, 24)
 """Pictures of sky, sun and hills: "image", RGB, with sides of 40 to 56 pixels."""
+picture_chats = partial(_drawn, _chat_about_shapes, 2400, 200)
+"""Chats about drawn shapes: "messages", in which <image> stands for a picture, and "images", RGB, 32 x 32 pixels.
+
+The answer names colour and kind of the shape; every fourth chat asks about a second picture.
+"""
