@@ -1,6 +1,6 @@
 """Train each kind of task beside transformers' Trainer, with the same settings: the metric, and samples a second.
 
-    python benchmarks/against_trainer.py [--data FOLDER] [--tasks reviews tags sentences images] [--rounds 2]
+    python benchmarks/against_trainer.py [--data FOLDER] [--tasks reviews tags sentences images masks] [--rounds 2]
 
 FOLDER holds the real data, in the folders yelp, images and so on; without it, and where it has none for a task, samples are
 generated. Both start from the same new weights, with the same optimizer, schedule, clipping and batch, in float32. Trainer
@@ -65,6 +65,15 @@ CASES = {
         "image_classification",
         "accuracy",
         ("task.model=null", SMALL_RESNET, "task.augmentation=null", "train.epochs=10", "train.lr=1e-3", "eval.every=10 epochs"),
+    ),
+    "masks": Case(
+        "masked_lm_demo",
+        "perplexity",
+        (
+            *("task.dataset=hftune.data.demo:reviews", SMALL_BERT, "task.vocab_size=8192", "task.join_texts=true"),
+            *("task.masking=tokens", "task.mlm_probability=0.15", "train.epochs=4", "train.lr=2e-3", "eval.every=4 epochs"),
+        ),
+        ("task.data_files.train={}/yelp/train.jsonl", "task.data_files.eval={}/yelp/test.jsonl", "task.text_column=text"),
     ),
 }
 
@@ -221,6 +230,13 @@ def theirs(recipe: Any, dataset: Any, folder: Path) -> tuple[Any, Callable[[list
     if recipe.recipe == "seq2seq_demo":  # the model makes decoder inputs and loss of the labels
         names = ("input_ids", "attention_mask", "labels")
         return dataset, lambda rows: {name: value for name, value in task.collate(rows).items() if name in names}
+    if recipe.recipe == "masked_lm_demo":  # as the example script run_mlm.py does, whose collator masks anew in every epoch
+        from transformers import DataCollatorForLanguageModeling
+
+        tokenizer, special = task.text_tokenizer, set(task.text_tokenizer.all_special_ids)
+        rows = [dataset[index]["input_ids"].tolist() for index in range(len(dataset))]
+        rows = [{"input_ids": ids, "special_tokens_mask": [int(token in special) for token in ids]} for ids in rows]
+        return rows, DataCollatorForLanguageModeling(tokenizer, mlm_probability=task.mlm_probability)
     return dataset, task.collate
 
 

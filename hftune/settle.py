@@ -18,6 +18,7 @@ from torch import nn
 from hftune.batch_plan import SURVEYED, BatchPlan, MicroBatch, by_length, known_lengths
 from hftune.build import Parts, check_micro_batches, choose_strategy, first_epoch
 from hftune.config import EvalConfig, Recipe, TrainConfig
+from hftune.data.augmentation import augmented
 from hftune.data.cache import cached_arrays, kept_arrays, saying
 from hftune.data.digest import content_digest
 from hftune.distributed.accelerator import start_accelerator
@@ -225,7 +226,8 @@ def settle_head(
     strategy.progress.stage("trying the loss in chunks")
     half = HALF[strategy.precision]
     sample = known[len(known) // 2]
-    reason = strategy.tried(model, lambda tried: head_problem(tried, recipe.task, dataset, sample, strategy.device, half))
+    seen = augmented(dataset, recipe.task, recipe.seed, 0)
+    reason = strategy.tried(model, lambda tried: head_problem(tried, recipe.task, seen, sample, strategy.device, half))
     if reason is None:
         scored_head.install(model, each=recipe.task.scored_head == "each")
         strategy.scores_head = True

@@ -197,7 +197,7 @@ def row_in_data(task: Task, dataset: Any, sample: int) -> Any:
 
     None if a sample is no row, such as a block of a running text.
     """
-    if getattr(task, "texts_run_on", False):
+    if getattr(task, "samples_are", None) == "blocks":
         return None
     if not hasattr(task, "row_of"):
         return sample

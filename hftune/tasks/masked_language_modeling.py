@@ -64,10 +64,6 @@ class MaskedLanguageModeling(BlockTask):
     def texts_run_on(self) -> bool:  # type: ignore[override]  # as its keys say
         return self.join_texts
 
-    @property
-    def samples_are(self) -> str:  # type: ignore[override]  # as its keys say
-        return "blocks" if self.join_texts else "samples"
-
     @cached_property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the model, or, for a new one, WordPiece, trained on the texts.

@@ -8,10 +8,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, pipeline
 
 import hftune
-from hftune import DataError, Recipe
+from hftune import DataError, Recipe, train
 from hftune.cli import main
+from hftune.models import scored_head
+from hftune.replay.inspection import row_in_data
 from tests.parity.test_fully_sharded import same
-from tests.support.runs import NO_DROPOUT, TINY, train_on
+from tests.support.runs import NO_DROPOUT, TINY, Run, train_on
 
 QUICK = (
     *(word for word in TINY if "max_length" not in word),
@@ -49,6 +51,19 @@ def test_losses_depend_on_neither_micro_batches_nor_shards(runs):
 @pytest.mark.parametrize("name", ["joined", "lora"])
 def test_so_are_those_of_joined_texts_and_adapters_on_two_processes(runs, name):
     same(runs[f"{name} on 2"], runs[name])
+
+
+def test_head_sees_masked_tokens_alone_if_there_would_be_many_logits(runs, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr(scored_head, "AT_ONCE", 1000)
+    words = (*QUICK, *NO_DROPOUT, "train.epochs=1", "train.micro_batch_size=12", f"output_dir={tmp_path}/out")
+    same(Run(train(Recipe.load("masked_lm_demo", *words)).output_dir), runs["micro 12"])
+    assert "The logits of a micro-batch are computed all at once" not in capfd.readouterr().out
+
+
+def test_samples_of_a_replay_are_no_rows(runs):
+    task = Recipe.load(runs["whole"].folder / "recipe.yaml").task
+    assert row_in_data(task, task.datasets()["train"], 3) is None
 
 
 def test_masks_of_evaluations_are_those_of_any_run(runs):
