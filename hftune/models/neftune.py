@@ -9,6 +9,7 @@ embeddings, one from [-1, 1] is added, times alpha / sqrt(L D).
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
@@ -34,22 +35,32 @@ class Noise:
         self.key: tuple[int, int] | None = None
         """Seed and step. None: no noise, as for what is computed before training."""
         self._given: tuple[Tensor | None, Tensor | None] = None, None
-        embeddings = model.get_input_embeddings() if is_of_transformers(model) else None
+        embeddings = None
+        if is_of_transformers(model):
+            with suppress(NotImplementedError):  # as models of images say
+                embeddings = (model.get_encoder() if model.config.is_encoder_decoder else model).get_input_embeddings()
         bare = getattr(embeddings, "original_module", getattr(embeddings, "base_layer", embeddings))  # within peft's
         if embeddings is None or not isinstance(bare, nn.Embedding):
             raise ConfigError(
                 f"train.neftune_alpha={alpha:g} needs a model of transformers that reads tokens, unlike {type(model).__name__}."
             )
+        self._is_added = True
         model.register_forward_pre_hook(self._note, with_kwargs=True)
         embeddings.register_forward_hook(self._add)
 
     def _note(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self._given = kwargs.get("input_ids"), kwargs.get(MASK)
+        if not self._is_added:
+            raise ConfigError(
+                f"train.neftune_alpha: {type(model).__name__} does not embed its input_ids as they are. Leave it out."
+            )
+        self._given, self._is_added = (kwargs.get("input_ids"), kwargs.get(MASK)), self.key is None or not model.training
 
     def _add(self, embeddings: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         ids_BT, mask_BT = self._given
-        if self.key is None or not embeddings.training or args[0] is not ids_BT:  # a decoder's tokens have none
+        is_input = ids_BT is not None and args[0].data_ptr() == ids_BT.data_ptr()  # and no tokens of a decoder, which have none
+        if self.key is None or not embeddings.training or not is_input:
             return output
+        self._is_added = True
         mask_BT = torch.ones_like(ids_BT) if mask_BT is None else mask_BT
         noise_BTD = torch.zeros_like(output, dtype=torch.float32)
         generator = torch.Generator(output.device)

@@ -30,7 +30,8 @@ def collate_packed(
 
 
 def collate_for(model: nn.Module, task: Task, context: int = 1) -> Callable[[list[Any]], dict[str, Any]]:
-    """Return ``collate_packed`` of a model. Beginnings are shared, unless it has kinds of tokens, or counts them for experts.
+    """Return ``collate_packed`` of a model. Beginnings are shared, unless it has kinds of tokens, counts them for experts, or
+    has other noise in each text (NEFTune).
 
     Args:
         context: ``parallel.context``; processes that share tokens out share no beginnings, nor does one in their place.
@@ -38,7 +39,7 @@ def collate_for(model: nn.Module, task: Task, context: int = 1) -> Callable[[lis
     from hftune.models.packing import find_packing
 
     find = getattr(type(model), "find_packing", find_packing)
-    shares = context == 1 and find is find_packing and not hasattr(model, "load_balancing")
+    shares = context == 1 and find is find_packing and not hasattr(model, "load_balancing") and not hasattr(model, "neftune")
     return partial(collate_packed, task, find, shares)
 
 

@@ -5,12 +5,22 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    ResNetConfig,
+    ResNetModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from hftune import ConfigError, Recipe, load_model
 from hftune.data.demo import reviews
 from hftune.models.neftune import Noise
+from hftune.strategies.packing import collate_for
 from tests.support.runs import NO_DROPOUT, SMALL, train_on, write_jsonl
 
 
@@ -186,6 +196,34 @@ def test_noise_has_the_size_of_transformers_and_leaves_padding_alone():
     model.eval()
     model(input_ids=alone)
     assert torch.equal(kept[-1], plain[1:, :12])
+
+
+def test_an_encoder_has_noise_and_its_decoder_has_none():
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(
+        T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=30, dropout_rate=0.0)
+    )
+    ids, noise = torch.arange(2, 12).view(1, 10), Noise(model.train(), 50)
+    plain = model(input_ids=ids, decoder_input_ids=ids)
+    noise.key = 0, 0
+    noisy = model(input_ids=ids, decoder_input_ids=ids.clone())
+    assert not torch.allclose(plain.encoder_last_hidden_state, noisy.encoder_last_hidden_state, atol=1e-3)
+    kept = model(input_ids=ids, decoder_input_ids=ids.clone(), encoder_outputs=(plain.encoder_last_hidden_state,))
+    assert torch.equal(kept.logits, plain.logits)
+    with pytest.raises(ConfigError, match="T5ForConditionalGeneration does not embed its input_ids as they are"):
+        model(input_ids=ids, decoder_input_ids=ids)  # where the last one had no noise
+
+
+def test_texts_with_noise_share_no_beginnings_and_models_of_images_have_none():
+    task = Recipe.load("dpo_demo").task
+    model = small_bert()
+    assert collate_for(model, task).args[-1] is True
+    model.neftune = Noise(model, 5)
+    assert collate_for(model, task).args[-1] is False
+    images = ResNetModel(ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1]))
+    for other in (images, torch.nn.Linear(2, 2)):
+        with pytest.raises(ConfigError, match="needs a model of transformers that reads tokens, unlike"):
+            Noise(other, 5)
 
 
 @pytest.mark.parametrize(
