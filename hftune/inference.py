@@ -39,6 +39,7 @@ class TrainedModel:
         - ``value``: regression
         - ``entities``, or ``words`` and ``tags``: token classification
         - ``filled`` and ``tokens``: masked language models
+        - ``answer``, with its place and probability: question answering
         - ``embedding``: embeddings
         - ``image``: restoration
 

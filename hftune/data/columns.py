@@ -45,6 +45,12 @@ def is_list(kind: Any, of: Callable[[Any], bool] = lambda kind: True) -> bool:
     return inner is not None and not isinstance(inner, dict) and of(inner)
 
 
+def are_answers(kind: Any) -> bool:
+    """Return whether it holds answers as SQuAD has them, text and answer_start: two lists, or a list of both."""
+    inner = kind[0] if isinstance(kind, list) and kind else getattr(kind, "feature", kind)
+    return isinstance(inner, dict) and {"text", "answer_start"} <= {*inner}
+
+
 KINDS: dict[str, Callable[[Any], bool]] = {
     "text": is_text,
     "label": is_label,
@@ -53,6 +59,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "text or messages": lambda kind: is_text(kind) or isinstance(kind, list) or getattr(kind, "feature", None) is not None,
     "list of texts": lambda kind: is_list(kind, is_text),
     "list of labels": lambda kind: is_list(kind, is_label),
+    "SQuAD answer": are_answers,
     "label, number or list of labels": lambda kind: is_label(kind) or is_number(kind) or is_list(kind, is_label),
 }
 """What a column may hold, each with what tells by its feature."""

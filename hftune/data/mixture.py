@@ -102,6 +102,10 @@ class Mixture:
             raise DataError(f"task.datasets: no row of {name} is left to train on. Use more rows, or leave this data set out.")
         return sizes
 
+    def samples(self, kept: datasets.Dataset, rows_N: np.ndarray) -> list[int]:
+        """Return how many samples each data set has, given the number of the row, among those kept, that each is made of."""
+        return np.diff(np.searchsorted(rows_N, np.cumsum(self.sizes(kept))), prepend=0).tolist()
+
     def parts(self, kept: datasets.Dataset) -> list[datasets.Dataset]:
         """Return those kept of all rows by data set."""
         starts = [0, *accumulate(self.sizes(kept))]

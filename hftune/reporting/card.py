@@ -36,6 +36,7 @@ TASKS = {
     "MaskedLanguageModeling": ("fill-mask", "that fills gaps in texts"),
     "Preferences": ("text-generation", "that answers chats as people prefer"),
     "ProcessReward": ("token-classification", "that judges the steps of solutions"),
+    "QuestionAnswering": ("question-answering", "that finds the answer to a question in a text"),
     "Reranking": ("text-ranking", "that scores texts for a query"),
     "RewardModel": ("text-ranking", "that scores answers to chats"),
     "SemanticSegmentation": ("image-segmentation", "that classifies the pixels of images"),
@@ -51,6 +52,7 @@ INPUTS = {
     "image-segmentation": '["image.png"]',
     "image-text-to-text": '[{"messages": [{"role": "user", "content": "What is this?"}], "images": ["image.png"]}]',
     "image-to-image": '[("image.png", "mask.png")]',
+    "question-answering": '[["A question?", "A text with the answer."]]',
     "text-ranking": '[["A question?", "An answer."]]',
     "token-classification": '[["A question?", ["A step.", "Another one."]]]',
 }

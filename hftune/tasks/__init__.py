@@ -9,6 +9,7 @@ from hftune.tasks.language_modeling import LanguageModeling
 from hftune.tasks.masked_language_modeling import MaskedLanguageModeling
 from hftune.tasks.preferences import Preferences
 from hftune.tasks.process_reward import ProcessReward
+from hftune.tasks.question_answering import QuestionAnswering
 from hftune.tasks.reranking import Reranking
 from hftune.tasks.reward_model import RewardModel
 from hftune.tasks.semantic_segmentation import SemanticSegmentation
@@ -28,6 +29,7 @@ __all__ = [
     "MaskedLanguageModeling",
     "Preferences",
     "ProcessReward",
+    "QuestionAnswering",
     "Reranking",
     "RewardModel",
     "SemanticSegmentation",

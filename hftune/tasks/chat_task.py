@@ -186,12 +186,9 @@ class ChatTask(TextTask):
         return [rows._fingerprint, tokenizer_key(self.text_tokenizer), self.read_columns, self.chat_format.key]
 
     def samples_of_each(self, dataset: Any) -> list[int]:
-        import numpy as np
-
         if "train" in self.later:
             return super().samples_of_each(dataset)
-        ends = np.cumsum(self.mixed.sizes(self.rows["train"]))
-        counts = np.diff(np.searchsorted(dataset.column("row"), ends), prepend=0).tolist()
+        counts = self.mixed.samples(self.rows["train"], dataset.column("row"))
         if 0 in counts:
             raise DataError(
                 f"task.datasets: no row of {self.mixed.names[counts.index(0)]} has at most task.max_length="

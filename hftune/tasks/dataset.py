@@ -303,6 +303,6 @@ class DatasetTask(Task):
         return rows.select(range(min(2, len(rows))))
 
     def example_inputs(self) -> list:
-        """Return what ``some_rows`` hold in the columns of the first role, as raw inputs."""
-        columns = [self.some_rows()[column] for column in self.columns_for(next(iter(self.columns)))]
+        """Return what ``some_rows`` hold in the ``input_columns``, as raw inputs."""
+        columns = [self.some_rows()[self.read_columns.get(f"{name}_column", name)] for name in self.input_columns()]
         return list(columns[0]) if len(columns) == 1 else [list(values) for values in zip(*columns, strict=True)]

@@ -124,10 +124,6 @@ class Reranking(ComparedTexts):
     def input_columns(self) -> dict[str, str | None]:
         return {"anchor": self.anchor_column, "positive": self.positive_column}
 
-    def example_inputs(self) -> list:
-        columns = (self.some_rows()[self.read_columns[f"{name}_column"]] for name in ("anchor", "positive"))
-        return [list(pair) for pair in zip(*columns, strict=True)]
-
     def predict(self, model: PreTrainedModel, inputs: list[Any]) -> list[dict[str, Any]]:
         """Return the score of each pair of anchor and text: a list of two, or one text with a tab between them."""
         from hftune.data.tokenized import Ragged

@@ -6,10 +6,9 @@ torch, transformers and datasets are imported inside the methods, so that mistyp
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,22 +26,15 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from hftune.data.mixture import Mixture
     from hftune.task import Batch, Direction
 
 SOURCES = ("source", "document", "article", "dialogue", "text", "input", "question")
 """Usual names of a column of source texts."""
 TARGETS = ("target", "summary", "highlights", "title", "output", "answer", "translation")
 """Usual names of a column of target texts."""
-SPLITS = ("train", "eval", "test")
 SCORES = ("rouge", "bleu", "chrf")
 """What ``task.scores`` may name."""
 HAN_OR_KANA = "[\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff]"
-
-
-def number_of(split: str) -> int:
-    """Return a number for a split, whichever others there are."""
-    return SPLITS.index(split) if split in SPLITS else zlib.crc32(split.encode())
 
 
 @dataclass
@@ -91,10 +83,7 @@ class SourceToTarget(TokenTask):
         return to_ids(texts, self.text_tokenizer, self.max_source_length)
 
     def targets(self, split: str) -> Mapping[str, np.ndarray]:
-        import numpy as np
-
-        count = len(self.rows[split])
-        return {"index": np.arange(count), "split": np.full(count, number_of(split))}
+        return self.places_of(split)
 
     def empty_target(self) -> dict[str, Any]:
         """Return what a sample has besides its source and index, with a target without words."""
@@ -147,8 +136,7 @@ class SourceToTarget(TokenTask):
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Generate texts. Return rows of the target in the data, generated, and source (its beginning)."""
-        split = {number_of(name): name for name in self.rows}[int(batch["split"][0])] if "split" in batch else "eval"
-        rows = self.rows[split][batch["index"].tolist()]
+        rows = self.rows_of(batch)
         sources, targets = (rows[self.read_columns[f"{name}_column"]] for name in ("source", "target"))
         columns = zip(targets, self._generate(outputs, model, batch), sources, strict=True)
         return [
@@ -215,13 +203,12 @@ class Seq2Seq(SourceToTarget):
         if re.fullmatch("[a-z]{2,3}", self.language) is None:
             yield f"task.language={self.language} is not a code of ISO 639-1, such as en, de or zh."
 
-    @cached_property
-    def mixed(self) -> Mixture | None:
-        mixed = super().mixed
-        return None if mixed is None else replace(mixed, sources=[_flat(rows) for rows in mixed.sources])
+    def flat(self, rows: Dataset) -> Dataset:
+        """Give each text of a column with several, such as translation, a column of its own: translation.en."""
+        from datasets import Translation
 
-    def load_source(self, split: str, source_split: str) -> Dataset:
-        return _flat(super().load_source(split, source_split))
+        has_parts = any(isinstance(kind, (dict, Translation)) for kind in rows.features.values())
+        return rows.flatten() if has_parts else rows
 
     @cached_property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -462,11 +449,3 @@ class Seq2Seq(SourceToTarget):
 
 TOLD = ("num_beams", "length_penalty", "min_length", "max_length", "no_repeat_ngram_size", "early_stopping", "do_sample")
 """Generation settings of a model that a user should know of."""
-
-
-def _flat(rows: Dataset) -> Dataset:
-    """Give each text of a column with several, such as translation, a column of its own: translation.en."""
-    from datasets import Translation
-
-    has_parts = any(isinstance(kind, (dict, Translation)) for kind in rows.features.values())
-    return rows.flatten() if has_parts else rows

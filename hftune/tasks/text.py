@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import inspect
 import math
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import chain, groupby
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 NO_LABEL = -100
 """Label of positions that do not count in the loss, such as padding."""
+SPLITS = ("train", "eval", "test")
 LARGE_BYTES = 2**27
 """Of a split that ``task.prepare=auto`` prepares as it is needed."""
 MAX_SHOWN = 500
@@ -162,7 +164,12 @@ class TextTask(DatasetTask):
 
         if self.datasets_ is None:
             return None
-        return load_mixture(self.datasets_, self._mixed_sources, self._in_place, self.mixing)
+        mixed = load_mixture(self.datasets_, self._mixed_sources, self._in_place, self.mixing)
+        return replace(mixed, sources=[*map(self.flat, mixed.sources)])
+
+    def flat(self, rows: Dataset) -> Dataset:
+        """Return the rows of a data set with a column for each value that the task reads: by default as they are."""
+        return rows
 
     def load_source(self, split: str, source_split: str) -> Dataset:
         if split == "train" and self.mixed is not None:
@@ -170,7 +177,7 @@ class TextTask(DatasetTask):
 
             rows = joined(self.mixed.sources)
         else:
-            rows = self._in_place(self.source_of(split), split) or super().load_source(split, source_split)
+            rows = self.flat(self._in_place(self.source_of(split), split) or super().load_source(split, source_split))
         if split != "train" or not self.deduplicate:
             return rows
         from hftune.data.rows import distinct, select
@@ -329,6 +336,18 @@ class TextTask(DatasetTask):
     def targets(self, split: str) -> Mapping[str, np.ndarray]:
         """Return columns to add to those of ``encode``, such as ``label``: by name, an array with a value per row."""
         return {}
+
+    def places_of(self, split: str) -> dict[str, np.ndarray]:
+        """Return what ``targets`` gives samples so that ``predictions`` finds their rows: index, and the split's number."""
+        import numpy as np
+
+        count = len(self.rows[split])
+        return {"index": np.arange(count), "split": np.full(count, number_of(split))}
+
+    def rows_of(self, batch: Batch) -> dict[str, list]:
+        """Return the rows that the samples of a batch are, as lists by column; see ``places_of``."""
+        split = {number_of(name): name for name in self.rows}[int(batch["split"][0])] if "split" in batch else "eval"
+        return self.rows[split][batch["index"].tolist()]
 
     def datasets(self) -> Mapping[str, Any]:
         """Return the tokenized splits, with the columns of ``encode`` and ``targets``."""
@@ -584,6 +603,21 @@ def _code(task: type[TextTask]) -> list[Any]:
     files = hashes_of(kind.__module__ for kind in kinds)
     alone = [kind for kind in kinds if not hashes_of([kind.__module__])]
     return [files, *(function for kind in alone for function in vars(kind).values() if inspect.isfunction(function))]
+
+
+def number_of(split: str) -> int:
+    """Return a number for a split, whichever others there are."""
+    return SPLITS.index(split) if split in SPLITS else zlib.crc32(split.encode())
+
+
+def with_places(tokenizer: PreTrainedTokenizerBase, model: str | None, what: str) -> PreTrainedTokenizerBase:
+    """Return a tokenizer, or raise ConfigError if it does not say where in a text its tokens are."""
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"task.model={model} has a tokenizer that does not say {what} ({type(tokenizer).__name__}). Choose a model with a "
+            "fast tokenizer."
+        )
+    return tokenizer
 
 
 def check_inputs(texts: Sequence[Any]) -> None:

@@ -25,9 +25,8 @@ from hftune.data.tags import (
     windows,
     word_ids,
 )
-from hftune.errors import ConfigError
 from hftune.metrics.records import directions
-from hftune.tasks.text import NO_LABEL, TokenTask, beginning
+from hftune.tasks.text import NO_LABEL, TokenTask, beginning, with_places
 
 if TYPE_CHECKING:
     import numpy as np
@@ -107,12 +106,7 @@ class TokenClassification(TokenTask):
         """The tokenizer of the model, or one trained on the words; it says which word a token belongs to."""
         from hftune.models.pretrained import load_tokenizer, with_tokens
 
-        tokenizer = super().text_tokenizer
-        if not tokenizer.is_fast:
-            raise ConfigError(
-                f"task.model={self.model} has a tokenizer that does not say which word a token belongs to "
-                f"({type(tokenizer).__name__}). Choose a model with a fast tokenizer."
-            )
+        tokenizer = with_places(super().text_tokenizer, self.model, "which word a token belongs to")
         if self.model is not None and joins_words(tokenizer):
             return with_tokens(load_tokenizer(self.model, commit=self.model_commit, add_prefix_space=True), self.new_tokens)
         return tokenizer

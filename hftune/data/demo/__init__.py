@@ -121,3 +121,36 @@ def solutions(split: str) -> list[dict[str, Any]]:
     if not rows:
         raise no_such_split(split)
     return rows
+
+
+_TOLD = (
+    "anna ben carla david emma felix greta hugo ida jonas karin leo mia noah olga paul",
+    "boat clock lamp chair piano tent wheel ladder kettle mirror saddle drum camera sword basket violin",
+    "paris rome oslo cairo lima tokyo delhi quito dublin vienna athens berlin",
+    "monday tuesday wednesday thursday friday saturday sunday",
+)
+_DONE = ("found", "sold", "painted", "mended", "bought", "cleaned", "lost", "kept")
+
+
+def facts(split: str) -> list[dict[str, Any]]:
+    """Return questions with a "context" of two to six sentences, and "answers" as in SQuAD 2.0: who did what, where or when.
+
+    A fifth of the questions are about somebody, or something, that the context does not mention, and have no answer.
+    """
+    rng, rows = Random(split), []
+    for _ in range({"train": 4000, "eval": 400}.get(split, 0)):
+        count, sentences, answers = rng.randint(2, 6), [], []
+        columns = [rng.sample(words.split(), count + 1) for words in _TOLD]
+        asked, kind = count if rng.random() < 0.2 else rng.randrange(count), rng.randrange(4)
+        for who, thing, place, day in zip(*columns, strict=True):
+            did = rng.choice(_DONE)
+            sentences.append(f"{who} {did} the {thing} in {place} on {day}.")
+            asks = (f"who {did} the {thing}?", f"what was it that {who} {did}?", f"where was the {thing} {did}?")
+            answers.append(([*asks, f"when was the {thing} {did}?"][kind], (who, f"the {thing}", place, day)[kind]))
+        (question, answer), start = answers[asked], sum(len(sentence) + 1 for sentence in sentences[:asked])
+        start += sentences[asked].index(answer)
+        spans = {"text": [answer], "answer_start": [start]} if asked < count else {"text": [], "answer_start": []}
+        rows.append({"question": question, "context": " ".join(sentences[:count]), "answers": spans})
+    if not rows:
+        raise no_such_split(split)
+    return rows
