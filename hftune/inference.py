@@ -40,6 +40,7 @@ class TrainedModel:
         - ``entities``, or ``words`` and ``tags``: token classification
         - ``filled`` and ``tokens``: masked language models
         - ``answer``, with its place and probability: question answering
+        - ``answer``, with its place and probability: question answering, multiple choice
         - ``embedding``: embeddings
         - ``image``: restoration
 

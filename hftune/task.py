@@ -187,7 +187,8 @@ class Task(ABC):
         """Return a row for each raw input, such as a text, without gradients. Used by ``hftune.load_model``.
 
         Values are JSON-serializable or Pillow images, which ``hftune predict`` writes into its --output folder. A task that
-        classifies takes ``probabilities=True`` besides, and then adds ``probabilities``: those of all classes, by name.
+        classifies takes ``probabilities=True`` besides, and then adds ``probabilities``: those of all classes, by name. One
+        that ranks may add its best answers.
 
         Raises:
             DataError: an input cannot be used; the message begins with "Input" and its index.

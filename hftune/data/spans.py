@@ -141,7 +141,7 @@ def windows_of(
     Returns:
         of each question, lists of the tokens of all its windows, one after the other: ``input_ids``, ``token_type_ids``, and
         ``from`` and ``to``, their first character in the context and the one after the last, -1 outside of it; and of one
-        number for each window: ``windows``, its tokens; ``null``, the position of no answer; ``start`` and ``end``, the first
+        number for each window: ``texts``, its tokens; ``null``, the position of no answer; ``start`` and ``end``, the first
         and the last token of the answer, or twice that position if the window does not have all of it. And ``lost``: whether
         no window has it.
     """
@@ -157,7 +157,7 @@ def windows_of(
         verbose=False,
     )
     of_tokens = ["input_ids", *(["token_type_ids"] if token_types else [])]
-    names = [*of_tokens, *(("from", "to") if places else ()), "windows", "null", "start", "end"]
+    names = [*of_tokens, *(("from", "to") if places else ()), "texts", "null", "start", "end"]
     found: dict[str, list] = {name: [[] for _ in questions] for name in names}
     found["lost"] = [span is not None for span in spans]
     for index, row in enumerate(encoded["overflow_to_sample_mapping"]):
@@ -174,7 +174,7 @@ def windows_of(
             ends = [null, null]
         else:
             found["lost"][row] = False
-        for name, number in zip(("windows", "null", "start", "end"), (len(ids), null, *ends), strict=True):
+        for name, number in zip(("texts", "null", "start", "end"), (len(ids), null, *ends), strict=True):
             found[name][row].append(number)
     return found
 

@@ -212,21 +212,16 @@ def sizes_of(dataset: Any, names: Sequence[str], less: Sequence[int] | int = 0) 
     return np.stack([lengths_of(dataset, name) for name in names], axis=1) - np.array(less, np.int32)
 
 
-def cut_apart(rows: Texts, name: str, others: Sequence[str]) -> Texts:
-    """Return a sample for each window of rows that have the tokens of several, one after the other, and ``row``, whose it is.
-
-    Args:
-        name: the column with the tokens of each window.
-        others: columns with a number for each.
-    """
-    of_windows, of_tokens = [name, *others], ["input_ids", "token_type_ids"]
-    columns = {column: rows.column(column) for column in (*of_windows, *of_tokens) if column in rows.contents()}
-    ragged: dict[str, Ragged] = {column: values for column, values in columns.items() if isinstance(values, Ragged)}
-    counts, lengths = ragged[name].lengths, ragged[name].flat
-    offsets = {"tokens": np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]), "windows": np.arange(len(lengths) + 1)}
+def cut_apart(rows: Texts, of_each_text: Sequence[str]) -> Texts:
+    """Return a sample for each text of rows that have several, as in ``ManyTexts``, and ``row``, whose it is."""
+    names = ("texts", *of_each_text, "input_ids", "token_type_ids")
+    columns = {name: rows.column(name) for name in names if name in rows.contents()}
+    ragged: dict[str, Ragged] = {name: column for name, column in columns.items() if isinstance(column, Ragged)}
+    counts, lengths = ragged["texts"].lengths, ragged["texts"].flat
+    of_tokens, of_texts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]), np.arange(len(lengths) + 1)
     arrays: dict[str, np.ndarray] = {"row": np.repeat(np.arange(len(rows)), counts)}
-    for column, values in ragged.items():
-        arrays |= {column: values.flat, column + OFFSETS: offsets["windows" if column in of_windows else "tokens"]}
+    for name, column in ragged.items():
+        arrays |= {name: column.flat, name + OFFSETS: of_tokens if name.endswith("_ids") else of_texts}
     return Texts(arrays)
 
 

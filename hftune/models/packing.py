@@ -329,7 +329,7 @@ def find_packing(inputs: Mapping[str, Tensor]) -> Packing:
     mask_BT = inputs.get(MASK)
     if mask_BT is None:
         mask_BT = torch.ones(next(iter(inputs.values())).shape[:2], dtype=torch.bool)
-    return Packing.of(mask_BT)
+    return Packing.of(mask_BT.flatten(0, -2))  # models for multiple choice are given the choices of each sample, (B, 1, T)
 
 
 def reader_of(model: nn.Module) -> nn.Module:

@@ -7,6 +7,7 @@ from hftune.tasks.image_restoration import ImageRestoration
 from hftune.tasks.kto import KTO
 from hftune.tasks.language_modeling import LanguageModeling
 from hftune.tasks.masked_language_modeling import MaskedLanguageModeling
+from hftune.tasks.multiple_choice import MultipleChoice
 from hftune.tasks.preferences import Preferences
 from hftune.tasks.process_reward import ProcessReward
 from hftune.tasks.question_answering import QuestionAnswering
@@ -27,6 +28,7 @@ __all__ = [
     "ImageRestoration",
     "LanguageModeling",
     "MaskedLanguageModeling",
+    "MultipleChoice",
     "Preferences",
     "ProcessReward",
     "QuestionAnswering",

@@ -6,7 +6,6 @@ Shape suffixes: B samples, N windows of all of them, T tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hftune.config.keys import key
 from hftune.data.columns import Role, check_kind
 from hftune.metrics.records import directions
-from hftune.tasks.text import TextTask, beginning, check_inputs, pieces, token_loss, with_places
+from hftune.tasks.text import ManyTexts, TextTask, beginning, check_inputs, pieces, token_loss, with_places
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class QuestionAnswering(TextTask):
+class QuestionAnswering(ManyTexts):
     """Find the answers to questions in their contexts. A long context is read in windows that overlap.
 
     A training sample is a window, and so is an item. Its loss is the mean of the cross-entropies of the first and the last
@@ -70,7 +69,8 @@ class QuestionAnswering(TextTask):
         "context": Role("text", ("context", "passage", "document", "paragraph")),
         "answers": Role("SQuAD answer", ("answers",), optional_in={"predict"}),
     }
-    _least_in_place = math.inf  # a late row may be several windows
+    padding: ClassVar[Mapping[str, int]] = {"token_type_ids": 0, "from": -1, "to": -1}
+    of_each_text = ("null", "start", "end")
 
     @property
     def metric_directions(self) -> dict[str, Direction | None]:  # type: ignore[override]  # depends on the data
@@ -148,7 +148,7 @@ class QuestionAnswering(TextTask):
         if self.unanswerable is None:
             self.unanswerable = not rows.column("answered").all()
         self._lost = int(rows.column("lost").sum())
-        return cut_apart(rows, "windows", ("start", "end"))
+        return cut_apart(rows, ("start", "end"))
 
     def samples_of_each(self, dataset: Any) -> list[int]:
         return self.mixed.samples(self.rows["train"], dataset.column("row"))
@@ -167,38 +167,13 @@ class QuestionAnswering(TextTask):
         (start,), (end,), ids = (list(map(int, example[name])) for name in ("start", "end", "input_ids"))
         return pieces(self.text_tokenizer, ids, [start <= place <= end for place in range(len(ids))])
 
-    def collate(self, examples: Sequence[dict[str, Any]]) -> Batch:
-        """Pad the windows of all samples to the longest one.
-
-        Returns:
-            input_ids, attention_mask and, if there are, token_type_ids, from and to, (N, T) int64; start, end and null, (N,);
-            and of each sample windows, their number, and index and split, (B,). See ``windows_of``.
-        """
-        import numpy as np
-        import torch
-
-        from hftune.data.tokenized import Ragged, ragged, values
-
-        names, windows = examples[0].keys(), ragged(examples, "windows")
-        offsets = np.concatenate([[0], np.cumsum(windows.flat)])
-        batch: Batch = {"windows": torch.from_numpy(windows.lengths).long()}
-        paddings = {"token_type_ids": 0, "from": -1, "to": -1, "input_ids": self.text_tokenizer.pad_token_id}
-        for name in filter(names.__contains__, paddings):
-            batch[name], batch["attention_mask"] = Ragged(ragged(examples, name).flat, offsets).padded(paddings[name])
-        of_windows = filter(names.__contains__, ("start", "end", "null"))
-        batch |= {name: torch.from_numpy(ragged(examples, name).flat).long() for name in of_windows}
-        return batch | {name: values(examples, name) for name in ("index", "split") if name in names}
-
     # Loss and evaluation
 
     def config_overrides(self) -> dict[str, Any]:
         return {**super().config_overrides(), "num_labels": 2}  # first and last token
 
-    def inputs(self, batch: Batch) -> dict[str, Tensor]:
-        return {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in batch}
-
     def target(self, batch: Batch) -> dict[str, Tensor]:
-        return {name: batch[name] for name in ("attention_mask", "start", "end", "windows")}
+        return {name: batch[name] for name in ("attention_mask", "start", "end", "texts")}
 
     def num_items(self, target: Mapping[str, Tensor]) -> int:
         return len(target["start"])
@@ -218,7 +193,7 @@ class QuestionAnswering(TextTask):
             logits_NT = outputs[f"{name}_logits"].masked_fill(target["attention_mask"] == 0, float("-inf"))
             losses.append(token_loss(logits_NT[:, None], target[name][:, None], "none"))
         losses_N = (losses[0] + losses[1]) / 2
-        return torch.stack([own.sum() for own in losses_N.split(target["windows"].tolist())])
+        return torch.stack([own.sum() for own in losses_N.split(target["texts"].tolist())])
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Return rows of question, answers (the right ones), prediction, its probability, its exact_match and f1 and the n_best
@@ -250,7 +225,7 @@ class QuestionAnswering(TextTask):
             sum(logits_NT.float().gather(1, batch["null"][:, None])[:, 0] for logits_NT in (starts_NT, ends_NT)).tolist()
         )
         found = []
-        for count, context in zip(batch["windows"].tolist(), contexts, strict=True):
+        for count, context in zip(batch["texts"].tolist(), contexts, strict=True):
             null = min(islice(nulls, count))  # of the window that is surest of an answer
             best, no_answer, lead = ranked(islice(spans, count), null if self.unanswerable else None, context, self.n_best)
             is_none = not best or (self.unanswerable and lead > self.null_threshold)
@@ -272,9 +247,12 @@ class QuestionAnswering(TextTask):
 
     # Use
 
-    def predict(self, model: PreTrainedModel, inputs: list[Any]) -> list[dict[str, Any]]:
+    def predict(self, model: PreTrainedModel, inputs: list[Any], probabilities: bool = False) -> list[dict[str, Any]]:
         """Return the answer to each pair of question and context, a list of two or one text with a tab between them: answer,
-        empty if there is none, start and end, its characters in the context, probability, and the n_best spans, likewise."""
+        empty if there is none, start and end, its characters in the context, and its probability.
+
+        ``probabilities`` adds the n_best spans, likewise.
+        """
         import torch
 
         from hftune.data.spans import check_questions
@@ -292,4 +270,5 @@ class QuestionAnswering(TextTask):
             for name, logits in parts.items():
                 logits.append(outputs[name].float().cpu())
         starts_NT, ends_NT = (torch.cat(logits) for logits in parts.values())
-        return [{**answer, "n_best": best} for answer, best, _ in self._answers(starts_NT, ends_NT, batch, contexts)]
+        found = self._answers(starts_NT, ends_NT, batch, contexts)
+        return [{**answer, **({"n_best": best} if probabilities else {})} for answer, best, _ in found]

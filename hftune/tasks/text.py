@@ -258,6 +258,11 @@ class TextTask(DatasetTask):
         skipping = {"train"} if self.bad_rows == "skip" else set()
         return frozenset({split for split, is_later in are_later.items() if is_later} | skipping)
 
+    @property
+    def compared_columns(self) -> list[str]:
+        """The columns by which a row is known to be in two splits."""
+        return self.text_columns_read
+
     def check_rows(self, rows: Mapping[str, Dataset]) -> None:
         from hftune.data.rows import check_kind, check_texts
 
@@ -448,7 +453,7 @@ class TextTask(DatasetTask):
         from hftune.data import notices
         from hftune.data.tokenized import cut_notices
 
-        messages, texts = [*self.row_notices(), *self.mixture_notices(datasets["train"])], self.text_columns_read
+        messages, texts = [*self.row_notices(), *self.mixture_notices(datasets["train"])], self.compared_columns
         if self.deduplicate:
             messages.append(
                 f"task.deduplicate=true: {self.num_repeated:,} rows of the train split equal an earlier one, and are left out."
@@ -591,6 +596,56 @@ class SeveralTexts(TextTask):
 
     def padded_length(self, sizes: Sequence[int]) -> int:
         return len(sizes) * max(sizes)
+
+
+@dataclass
+class ManyTexts(TextTask):
+    """Base of tasks whose samples are any number of texts each, such as windows, or choices.
+
+    ``encode`` returns their tokens one after the other, in input_ids and the columns of ``padding``, and the number of tokens
+    of each in ``texts``.
+    """
+
+    of_each_text: ClassVar[Sequence[str]] = ()
+    """Columns with a number for each text."""
+    _least_in_place = math.inf  # no sample that is made as needed may be longer than a text
+
+    def sizes(self, dataset: Any) -> np.ndarray:
+        """Return the number of texts of each sample, and the tokens of its longest one, (N, 2)."""
+        import numpy as np
+
+        texts = dataset.column("texts")
+        return np.stack([texts.lengths, np.maximum.reduceat(texts.flat, texts.offsets[:-1])], axis=1)
+
+    def padded_length(self, sizes: Sequence[int]) -> int:
+        count, longest = sizes
+        return count * longest
+
+    def collate(self, examples: Sequence[dict[str, Any]]) -> Batch:
+        """Pad the texts of all samples to the longest one.
+
+        Returns:
+            input_ids, attention_mask and the columns of ``padding``, (N, T) int64, of N texts; those of ``of_each_text``, (N,);
+            and of each sample texts, their number, labels, if it has a label, index and split, (B,).
+        """
+        import numpy as np
+        import torch
+
+        from hftune.data.tokenized import Ragged, ragged, values
+
+        names, texts = examples[0].keys(), ragged(examples, "texts")
+        offsets = np.concatenate([[0], np.cumsum(texts.flat)])
+        batch: Batch = {"texts": torch.from_numpy(texts.lengths).long()}
+        paddings = {**self.padding, "input_ids": self.text_tokenizer.pad_token_id}
+        for name in filter(names.__contains__, paddings):
+            batch[name], batch["attention_mask"] = Ragged(ragged(examples, name).flat, offsets).padded(paddings[name])
+        for name in filter(names.__contains__, self.of_each_text):
+            batch[name] = torch.from_numpy(ragged(examples, name).flat).long()
+        batch |= {name: values(examples, name) for name in ("index", "split") if name in names}
+        return batch | ({"labels": values(examples, "label")} if "label" in names else {})
+
+    def inputs(self, batch: Batch) -> dict[str, Tensor]:
+        return {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in batch}
 
 
 _SHARED = frozenset(item.name for item in fields(TextTask))

@@ -107,6 +107,16 @@ def rivals(split: str) -> list[dict[str, Any]]:
     return rows
 
 
+def quizzes(split: str) -> list[dict[str, Any]]:
+    """Return each "ticket" of ``rivals`` as a "question" with two or three "choices", and the letter of the right "answer"."""
+    rng, rows = Random(split), []
+    for row in rivals(split):
+        choices = [row["reply"], row["negative"], row["other_negative"]][: rng.choice((2, 3))]
+        rng.shuffle(choices)
+        rows.append({"question": row["ticket"], "choices": choices, "answer": "ABC"[choices.index(row["reply"])]})
+    return rows
+
+
 def solutions(split: str) -> list[dict[str, Any]]:
     """Return problems ("prompt") with the steps of a solution ("completions") and whether each is right ("labels").
 
@@ -123,34 +133,49 @@ def solutions(split: str) -> list[dict[str, Any]]:
     return rows
 
 
-_TOLD = (
-    "anna ben carla david emma felix greta hugo ida jonas karin leo mia noah olga paul",
-    "boat clock lamp chair piano tent wheel ladder kettle mirror saddle drum camera sword basket violin",
-    "paris rome oslo cairo lima tokyo delhi quito dublin vienna athens berlin",
-    "monday tuesday wednesday thursday friday saturday sunday",
+_TOLD = {  # what is told, how, and how it is asked for
+    "anna ben carla david emma felix greta hugo ida jonas karin leo mia noah olga paul": (
+        ("{} was the first to come.", "it was {} who had the idea.", "everybody waited for {}."),
+        ("who was it?", "who is the story about?"),
+    ),
+    "the boat|the clock|the lamp|the chair|the piano|the tent|the wheel|the ladder|the kettle|the mirror|the saddle|the drum": (
+        ("after a while {} broke.", "they had found {} at last.", "nobody wanted to buy {}."),
+        ("what was it about?", "what did they talk about?"),
+    ),
+    "paris rome oslo cairo lima tokyo delhi quito dublin vienna athens berlin": (
+        ("the journey ended in {}.", "they all met in {}.", "they had rooms in {}."),
+        ("where did it happen?", "where were they?"),
+    ),
+    "monday tuesday wednesday thursday friday saturday sunday": (
+        ("it was late on {}.", "the rain began on {}.", "on {} they were ready."),
+        ("when did it happen?", "when was it?"),
+    ),
+}
+_ELSE = (
+    *("the weather was fine.", "there was music and cake.", "the street was full of snow.", "some people looked out."),
+    *("it was told for years.", "the house had a red door.", "somebody had lost a key.", "most of them were tired."),
 )
-_DONE = ("found", "sold", "painted", "mended", "bought", "cleaned", "lost", "kept")
 
 
 def facts(split: str) -> list[dict[str, Any]]:
-    """Return questions with a "context" of two to six sentences, and "answers" as in SQuAD 2.0: who did what, where or when.
+    """Return questions with a "context" of four to ten sentences, and "answers" as in SQuAD 2.0: who or what, where or when.
 
-    A fifth of the questions are about somebody, or something, that the context does not mention, and have no answer.
+    A fifth of the questions are about something that the context does not tell, and have no answer.
     """
     rng, rows = Random(split), []
-    for _ in range({"train": 4000, "eval": 400}.get(split, 0)):
-        count, sentences, answers = rng.randint(2, 6), [], []
-        columns = [rng.sample(words.split(), count + 1) for words in _TOLD]
-        asked, kind = count if rng.random() < 0.2 else rng.randrange(count), rng.randrange(4)
-        for who, thing, place, day in zip(*columns, strict=True):
-            did = rng.choice(_DONE)
-            sentences.append(f"{who} {did} the {thing} in {place} on {day}.")
-            asks = (f"who {did} the {thing}?", f"what was it that {who} {did}?", f"where was the {thing} {did}?")
-            answers.append(([*asks, f"when was the {thing} {did}?"][kind], (who, f"the {thing}", place, day)[kind]))
-        (question, answer), start = answers[asked], sum(len(sentence) + 1 for sentence in sentences[:asked])
-        start += sentences[asked].index(answer)
-        spans = {"text": [answer], "answer_start": [start]} if asked < count else {"text": [], "answer_start": []}
-        rows.append({"question": question, "context": " ".join(sentences[:count]), "answers": spans})
+    for _ in range({"train": 2000, "eval": 300}.get(split, 0)):
+        asked, sentences = rng.randrange(4), rng.sample(_ELSE, rng.randint(1, 6))
+        answers: dict[str, list] = {"text": [], "answer_start": []}
+        told = [rng.choice(words.split("|" if "|" in words else " ")) for words in _TOLD]
+        hidden = asked if rng.random() < 0.2 else None
+        wordings = [rng.choice(wordings) for wordings, _ in _TOLD.values()]
+        sentences += [text.format(word) for kind, (text, word) in enumerate(zip(wordings, told, strict=True)) if kind != hidden]
+        rng.shuffle(sentences)
+        context = " ".join(sentences)
+        if hidden is None:
+            start = context.index(wordings[asked].format(told[asked])) + wordings[asked].index("{")
+            answers = {"text": [told[asked]], "answer_start": [start]}
+        rows.append({"question": rng.choice([*_TOLD.values()][asked][1]), "context": context, "answers": answers})
     if not rows:
         raise no_such_split(split)
     return rows
