@@ -22,6 +22,16 @@ from hftune.data.sources import Source, mixture_name
 from hftune.errors import ConfigError, DataError, did_you_mean
 
 
+def samples_of_rows(rows_N: np.ndarray, sizes: Sequence[int]) -> list[int]:
+    """Return how many samples each data set has.
+
+    Args:
+        rows_N: the number of the row that each sample is made of.
+        sizes: rows of each data set.
+    """
+    return np.diff(np.searchsorted(rows_N, np.cumsum(sizes)), prepend=0).tolist()
+
+
 @dataclass(frozen=True)
 class Mixture:
     """The rows of several data sets, one data set after the other."""
@@ -101,10 +111,6 @@ class Mixture:
             name = self.names[sizes.index(0)]
             raise DataError(f"task.datasets: no row of {name} is left to train on. Use more rows, or leave this data set out.")
         return sizes
-
-    def samples(self, kept: datasets.Dataset, rows_N: np.ndarray) -> list[int]:
-        """Return how many samples each data set has, given the number of the row, among those kept, that each is made of."""
-        return np.diff(np.searchsorted(rows_N, np.cumsum(self.sizes(kept))), prepend=0).tolist()
 
     def parts(self, kept: datasets.Dataset) -> list[datasets.Dataset]:
         """Return those kept of all rows by data set."""

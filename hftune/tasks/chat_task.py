@@ -186,9 +186,11 @@ class ChatTask(TextTask):
         return [rows._fingerprint, tokenizer_key(self.text_tokenizer), self.read_columns, self.chat_format.key]
 
     def samples_of_each(self, dataset: Any) -> list[int]:
+        from hftune.data.mixture import samples_of_rows
+
         if "train" in self.later:
             return super().samples_of_each(dataset)
-        counts = self.mixed.samples(self.rows["train"], dataset.column("row"))
+        counts = samples_of_rows(dataset.column("row"), self.mixed.sizes(self.rows["train"]))
         if 0 in counts:
             raise DataError(
                 f"task.datasets: no row of {self.mixed.names[counts.index(0)]} has at most task.max_length="

@@ -151,7 +151,9 @@ class QuestionAnswering(ManyTexts):
         return cut_apart(rows, ("start", "end"))
 
     def samples_of_each(self, dataset: Any) -> list[int]:
-        return self.mixed.samples(self.rows["train"], dataset.column("row"))
+        from hftune.data.mixture import samples_of_rows
+
+        return samples_of_rows(dataset.column("row"), self.mixed.sizes(self.rows["train"]))
 
     def notices(self, datasets: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
         messages, train = super().notices(datasets, model), datasets["train"]

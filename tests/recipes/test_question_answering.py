@@ -3,11 +3,10 @@
 import ast
 import json
 import re
-import string
-from collections import Counter
 
 import pytest
 import torch
+from torchmetrics.functional.text import squad
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
 import hftune
@@ -130,23 +129,6 @@ def test_training_samples_are_the_windows_of_transformers_guide():
     assert of_answer == task.rows["train"][int(answered["row"])]["answers"]["text"]
 
 
-def official(prediction, truths):
-    """Return exact match and F1 as evaluate-v1.1.py of SQuAD computes them."""
-
-    def words(text):
-        text = "".join(letter for letter in text.lower() if letter not in set(string.punctuation))
-        return re.sub(r"\b(a|an|the)\b", " ", text).split()
-
-    def f1(said, true):
-        if not said or not true:
-            return float(said == true)
-        common = sum((Counter(said) & Counter(true)).values())
-        return 2 * common / (len(said) + len(true))
-
-    said = words(prediction)
-    return max(float(said == words(true)) for true in truths or [""]), max(f1(said, words(true)) for true in truths or [""])
-
-
 @pytest.mark.parametrize(
     ("prediction", "truths"),
     [
@@ -160,7 +142,9 @@ def official(prediction, truths):
     ],
 )
 def test_an_answer_is_scored_as_by_squads_script(prediction, truths):
-    assert [*answer_scores(prediction, truths).values()] == pytest.approx(official(prediction, truths), abs=1e-5)
+    target = {"answers": {"text": truths or [""], "answer_start": [0]}, "id": "0"}
+    found = squad([{"prediction_text": prediction, "id": "0"}], [target])  # a copy of it
+    assert answer_scores(prediction, truths) == pytest.approx({name: float(score) / 100 for name, score in found.items()})
 
 
 def test_the_best_threshold_is_the_best_of_all():
@@ -235,6 +219,17 @@ def test_squads_own_files_and_lists_of_answers_are_the_same_rows(own, tmp_path, 
         assert [sample["input_ids"].tolist() for sample in task.datasets()["train"]] == expected
         assert task.unanswerable and len(task.rows["train"]) == 20
     assert of_squad.rows["train"][3]["answers"] == rows[3]["answers"] and of_squad.rows["train"][3]["id"] == "q3"
+
+
+def test_windows_of_several_data_sets_are_mixed(own, tmp_path):
+    rows = facts("eval")[:20]
+    for name, some in {"few": rows[:5], "many": rows[5:]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    mixed = f"task.datasets=[{{data_files: {tmp_path}/few.jsonl}}, {{data_files: {tmp_path}/many.jsonl, weight: 2}}]"
+    task = own(GOOD, words=("task.data_files=null", mixed)).task
+    train = task.datasets()["train"]
+    (few, _), (many, weight) = task.mixture(train)
+    assert few == sum(row < 5 for row in train.column("row")) > 5 and few + many == len(train) and weight == 2
 
 
 def test_answers_that_no_window_has_are_counted(own):
