@@ -228,7 +228,7 @@ def theirs(recipe: Any, dataset: Any, folder: Path) -> tuple[Any, Callable[[list
     task = recipe.task
     if recipe.recipe == "image_classification":
         return prepared_images(task, folder), None
-    if recipe.recipe == "question_answering_demo":  # windows, as run_qa.py of transformers makes them; the model computes its loss
+    if recipe.recipe == "question_answering_demo":  # windows as in run_qa.py; the model computes its loss
         return dataset, lambda rows: inputs_and_positions(task, task.collate(rows))
     if recipe.recipe == "seq2seq_demo":  # the model makes decoder inputs and loss of the labels
         names = ("input_ids", "attention_mask", "labels")
