@@ -125,7 +125,7 @@ def test_training_samples_are_the_windows_of_transformers_guide():
     assert [(int(sample["row"]), *(sample[name].tolist() for name in names)) for sample in samples] == expected
     assert len(expected) > 50 and {start for *_, (start,), _ in expected} > {0}
     answered = next(sample for sample in samples if sample["start"][0] > 0)
-    of_answer = [text for text, is_answer in task.marked(answered) if is_answer]
+    of_answer = [text.strip() for text, is_answer in task.marked(answered) if is_answer]
     assert of_answer == task.rows["train"][int(answered["row"])]["answers"]["text"]
 
 
