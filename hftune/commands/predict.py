@@ -1,4 +1,4 @@
-"""``hftune predict``: run a finished model on texts or images. Independent of models and tasks."""
+"""``hftune predict``: run a finished model on texts, images or recordings. Independent of models and tasks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chat", action="store_true", help="chat with the model in the terminal")
     parser.add_argument("--system", metavar="TEXT", help="system message of --chat")
-    parser.add_argument("--input", nargs="+", action="extend", default=[], type=Path, help="image files, or folders of them")
+    parser.add_argument(
+        "--input", nargs="+", action="extend", default=[], type=Path, help="files of images or recordings, or folders of them"
+    )
     parser.add_argument(
         "--masks", type=Path, help="masks of the images to restore: a folder with files of the same names, or a file"
     )
@@ -64,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print one line for each text or image; an image's line begins with its path. Write those of a table into a file."""
+    """Print one line for each input; that of a file begins with its path. Write those of a table into a file."""
     check_at_least_1(options, "batch_size", "processes")
     if options.data is not None:
         return predict_table(options)
@@ -168,12 +170,12 @@ def image_inputs(inputs: Sequence[Path], masks: Path | None) -> list[Any]:
                     raise ConfigError(f"--input {side}: there is no such file or folder.")
             found.append((image, mask))
         elif path.is_dir():
-            images = list_images(path, f"--input {path}")
+            images = list_images(path, f"--input {path}", or_recordings=True)
             found += images
             files = {file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")}
             if left_out := sorted(files.difference(images)):
-                what = "file that is not called an image is" if len(left_out) == 1 else "files that are not called images are"
-                said = f"--input {path}: {len(left_out):,} {what} left out, such as {left_out[0]}."
+                what = "file is" if len(left_out) == 1 else "files are"
+                said = f"--input {path}: {len(left_out):,} {what} left out as neither image nor recording: {left_out[0]}"
                 print(note(said), file=sys.stderr, flush=True)
         else:
             found.append(path)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 ABOUT = "about.json"
 """What unfinished predictions depend on, in the folder of their parts."""
-PATHS = {"image", "mask"}
+PATHS = {"image": "an image", "mask": "an image", "audio": "a recording"}
 """Inputs that a table may name by their paths."""
 
 
@@ -44,7 +44,7 @@ class Job:
     columns: dict[str, str]
     """Of the table, by what the task calls them."""
     sizes: np.ndarray
-    """(N,) int64: characters of each input, to sort by; 1 for images."""
+    """(N,) int64: characters of each input, to sort by; 1 for images and recordings."""
     empty: np.ndarray
     """(N,) bool: rows without a prediction."""
     output: Path
@@ -61,7 +61,7 @@ class Job:
     def inputs(self, rows: Sequence[int]) -> list[Any]:
         found = self.table.rows.select_columns(list(self.columns.values()))[list(rows)]
         values = {role: found[column] for role, column in self.columns.items()}
-        for role in PATHS & values.keys():
+        for role in PATHS.keys() & values.keys():
             values[role] = [located(self.table, value) for value in values[role]]
         return self.recipe.task.raw_inputs(values)
 
@@ -75,7 +75,7 @@ class Job:
 
 
 def located(table: Table, value: Any) -> Any:
-    """Return the path of an image beside the table's file, or as it is; anything else unchanged."""
+    """Return the path of an image or recording beside the table's file, or as it is; anything else unchanged."""
     if not isinstance(value, str):
         return value
     beside = (table.folder or Path()) / value
@@ -258,7 +258,7 @@ def scan(table: Table, columns: Mapping[str, str]) -> tuple[np.ndarray, np.ndarr
     """Return the size of each row's input, (N,) int64, and whether it is empty, (N,) bool.
 
     Raises:
-        DataError: an image that a row names is not there.
+        DataError: an image or recording that a row names is not there.
     """
     import datasets
     import numpy as np
@@ -277,7 +277,7 @@ def scan(table: Table, columns: Mapping[str, str]) -> tuple[np.ndarray, np.ndarr
                 if role not in PATHS:
                     sizes[index] += size(value)
                 elif isinstance(value, str) and value and not located(table, value).is_file():
-                    raise DataError(f"--data {table.name} names an image that is not there, at row {index}: {value}.")
+                    raise DataError(f"--data {table.name} names {PATHS[role]} that is not there, at row {index}: {value}.")
     return sizes, empty
 
 

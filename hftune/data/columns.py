@@ -20,6 +20,10 @@ LABELS = ("label", "labels", "target", "class", "category")
 """Usual names of a column of labels or of target values."""
 IMAGES = ("image", "img", "picture", "photo")
 """Usual names of a column of images."""
+AUDIO = ("audio", "speech", "recording", "sound")
+"""Usual names of a column of recordings."""
+FILES = ("file_name", "path", "file")
+"""Usual names of a column of paths."""
 
 
 def is_text(kind: Any) -> bool:
@@ -56,6 +60,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "label": is_label,
     "number": is_number,
     "image": lambda kind: type(kind).__name__ == "Image",
+    "recording": lambda kind: type(kind).__name__ == "Audio" or (isinstance(kind, dict) and "array" in kind),
     "text or messages": lambda kind: is_text(kind) or isinstance(kind, list) or getattr(kind, "feature", None) is not None,
     "list of texts": lambda kind: is_list(kind, is_text),
     "list of labels": lambda kind: is_list(kind, is_label),
@@ -101,6 +106,8 @@ def find_columns(roles: Mapping[str, Role], task: Any, rows: datasets.Dataset) -
             fitting = [column for column in free if KINDS[role.kind](rows.features[column])]
             usual = [column for column in free if column in role.usual]
             choices = usual or [column for column in fitting if column not in later] or fitting
+            if role.kind == "recording" and not choices:  # a table may name files
+                choices = [column for column in free if column in role.usual_inputs]
             if len(choices) != 1:
                 listed = ", ".join(choices)
                 which = f"several columns would do: {listed}" if choices else "no column of the train split would do"

@@ -29,10 +29,12 @@ PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
 """Suffixes of image files; other files of a folder of images are ignored."""
+RECORDINGS = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".aiff", ".aif", ".au", ".w64", ".caf")
+"""Suffixes of files of sound."""
 
 
-def list_images(folder: Path, source: str) -> list[Path]:
-    """Return the images in a folder and below, sorted, without hidden ones, such as an editor's copies.
+def list_images(folder: Path, source: str, or_recordings: bool = False) -> list[Path]:
+    """Return the images in a folder and below, sorted, without hidden ones, such as an editor's copies; or also recordings.
 
     Raises:
         DataError: beginning with ``source``, there are none.
@@ -40,9 +42,10 @@ def list_images(folder: Path, source: str) -> list[Path]:
     if not folder.is_dir():
         raise DataError(f"{source}: there is no folder {folder}.")
     shown = (path for path in folder.rglob("*") if not any(part.startswith(".") for part in path.relative_to(folder).parts))
-    files = sorted(path for path in shown if path.suffix.lower() in IMAGES and path.is_file())
+    suffixes = (*IMAGES, *RECORDINGS) if or_recordings else IMAGES
+    files = sorted(path for path in shown if path.suffix.lower() in suffixes and path.is_file())
     if not files:
-        raise DataError(f"{source}: {folder} has no images ({', '.join(IMAGES)}).")
+        raise DataError(f"{source}: {folder} has no images{' or recordings' if or_recordings else ''} ({', '.join(suffixes)}).")
     return files
 
 

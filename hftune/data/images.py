@@ -321,28 +321,3 @@ def channels(image: Image.Image, name: str, num_channels: int) -> np.ndarray:
     if (pixels_HWC != pixels_HWC[..., :1]).any():
         raise DataError(f"{name} is in colour, but task.mean has one number, for grey. Give task.mean and task.std three.")
     return pixels_HWC[..., :1]
-
-
-def check_learnt(
-    numbers: Mapping[str, Sequence[int]], names: Sequence[str], row_of: Callable[[str], Callable[[int], Any]]
-) -> None:
-    """Check that each class of the other splits is also in the train split.
-
-    Folders and data sets list their classes for all splits together, so one that cannot be learnt would not be noticed.
-
-    Args:
-        numbers: class numbers of each split.
-        row_of: returns, for a split, what translates an index to the row in the data, for messages.
-
-    Raises:
-        DataError: a class has no training images.
-    """
-    learnt = set(numbers["train"])
-    for split, own in numbers.items():
-        unknown = [index for index, number in enumerate(own) if number not in learnt]
-        if unknown:
-            raise DataError(
-                f"Row {row_of(split)(unknown[0])} of the {split} split has the label {names[own[unknown[0]]]!r}, which no "
-                "image of the train split has. Add training images of it, or remove it; or list the classes to learn in "
-                "task.label_names."
-            )

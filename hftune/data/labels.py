@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -294,3 +294,29 @@ def _number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         return math.nan
+
+
+def check_learnt(
+    numbers: Mapping[str, Sequence[int]], names: Sequence[str], row_of: Callable[[str], Callable[[int], Any]], what: str
+) -> None:
+    """Check that each class of the other splits is also in the train split.
+
+    Folders and data sets list their classes for all splits together, so one that cannot be learnt would not be noticed.
+
+    Args:
+        numbers: class numbers of each split.
+        row_of: returns, for a split, what translates an index to the row in the data, for messages.
+        what: what messages call the samples.
+
+    Raises:
+        DataError: a class has no training samples.
+    """
+    learnt = set(numbers["train"])
+    for split, own in numbers.items():
+        unknown = [index for index, number in enumerate(own) if number not in learnt]
+        if unknown:
+            raise DataError(
+                f"Row {row_of(split)(unknown[0])} of the {split} split has the label {names[own[unknown[0]]]!r}, which none of "
+                f"the {what} of the train split has. Add training {what} of it, or remove it; or list the classes to learn in "
+                "task.label_names."
+            )

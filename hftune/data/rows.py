@@ -84,7 +84,30 @@ def load_split(source: Source, split: str, source_split: str = "") -> datasets.D
     if len(rows) == 0:
         files = f" ({source.files[split]})" if source.files else ""
         raise DataError(f"The {split} split{f' of {source.dataset}' if source.dataset else ''} has no rows{files}.")
+    return undecoded(rows)
+
+
+def undecoded(rows: datasets.Dataset) -> datasets.Dataset:
+    """Return rows whose recordings are files: datasets decodes them by torchcodec, hftune.data.audio by soundfile."""
+    if not isinstance(rows, RowsInPlace):
+        for name in [name for name, kind in rows.features.items() if isinstance(kind, datasets.Audio) and kind.decode]:
+            rows = rows.cast_column(name, datasets.Audio(decode=False))
     return rows
+
+
+class AudioPaths(datasets.Audio):
+    """Audio of a folder, without torchcodec, which datasets (5.2) asks for even if it only notes the paths."""
+
+    def encode_example(self, value: Any) -> Any:
+        return {"bytes": None, "path": value} if isinstance(value, str) else value
+
+
+def prepared(builder: datasets.DatasetBuilder, split: str) -> datasets.Dataset:
+    """Prepare a data set, unless it is in the cache, and return a split of it."""
+    if getattr(builder, "BASE_FEATURE", None) is datasets.Audio:
+        builder.BASE_FEATURE = AudioPaths
+    builder.download_and_prepare()
+    return builder.as_dataset(split=split)
 
 
 def take(
@@ -271,8 +294,7 @@ def _from_hub(source: Source, source_split: str) -> datasets.Dataset:
                 f"{named}: the cache has commit {builder.hash}, but commit {commit} is needed. Run once without "
                 f"HF_HUB_OFFLINE, or set {key}_revision={builder.hash}."
             )
-        builder.download_and_prepare()
-        return builder.as_dataset(split=source_split)
+        return prepared(builder, source_split)
     except RuntimeError as error:
         if "scripts are no longer supported" not in str(error):
             raise
@@ -305,6 +327,9 @@ def load(dataset: str, source: str, instead: str = INSTEAD, **kwargs: Any) -> da
     except StopIteration:  # as the json reader of datasets fails on a file without lines
         return datasets.Dataset.from_dict({})
     except DatasetGenerationError as error:
+        if "torchcodec" in str(error.__cause__):
+            split = kwargs.pop("split")
+            return prepared(datasets.load_dataset_builder(dataset, **kwargs), split)
         if isinstance(error.__cause__, Warning):
             raise DataError(f"{source} cannot be read as {dataset}: {SURPLUS}") from error
         reason = str(error.__cause__ or error).strip().rstrip(".")

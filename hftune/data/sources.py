@@ -21,8 +21,8 @@ from hftune.data.hub import commit_of, name_problems
 from hftune.errors import did_you_mean, format_value
 from hftune.secrecy import without_secrets
 
-FOLDER_FORMATS = ("idx", "imagefolder")
-"""Formats of a folder of images."""
+FOLDER_FORMATS = ("idx", "imagefolder", "audiofolder")
+"""Formats of a folder of images or recordings."""
 INSTEAD = f"task.dataset=json task.data_files.train=... task.data_files.eval=... ({', '.join(FILE_FORMATS)})"
 """Keys to set if the Hub cannot be reached."""
 NO_EVAL_DATA = "hold out a share of the training rows (task.eval_share=0.1), or train without evaluation (eval.every=never)"
@@ -194,7 +194,7 @@ def is_database(dataset: str | None) -> bool:
     return "://" in (dataset or "")
 
 
-def image_folder_problems(dataset: str, data_dir: str | None, splits: Mapping[str, str]) -> Iterator[str]:
+def folder_problems(dataset: str, data_dir: str | None, splits: Mapping[str, str]) -> Iterator[str]:
     """Yield the problems of ``task.data_dir``, and of the splits (by their keys) that idx files must have."""
     if dataset not in FOLDER_FORMATS:
         if data_dir is not None:

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hftune.data.files import FORMAT_OF, format_of, list_images, nearest_file
+from hftune.data.files import FORMAT_OF, RECORDINGS, format_of, list_images, nearest_file
 from hftune.errors import DataError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 WRITTEN = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".parquet": "parquet"}
 """Format to write by suffix."""
-SOURCES = f"file ({', '.join(FORMAT_OF)}), folder of images, or data set on the Hub (owner/name[:split])"
+SOURCES = f"file ({', '.join(FORMAT_OF)}), folder of images or recordings, or data set on the Hub (owner/name[:split])"
 """What ``read_table`` reads, in words."""
 CHUNK = 1000
 """Rows in memory at a time."""
@@ -66,12 +66,13 @@ def read_table(name: str, config: str | None = None) -> Table:
         import datasets
 
         try:
-            images = list_images(path, f"--data {name}")
+            images = list_images(path, f"--data {name}", or_recordings=True)
         except DataError as error:
             raise DataError(f"{error} For a table, name its file.") from error
         files = [(str(file.relative_to(path)), file.stat()) for file in images]
         stamps = [[relative, state.st_size, state.st_mtime_ns] for relative, state in files]
-        rows = datasets.Dataset.from_dict({"image": [relative for relative, _ in files]})
+        column = "audio" if images[0].suffix.lower() in RECORDINGS else "image"
+        rows = datasets.Dataset.from_dict({column: [relative for relative, _ in files]})
         table = Table(name, rows, sha256(json.dumps(stamps).encode()).hexdigest(), path)
     elif path.is_file():
         table = _from_file(name, path)
@@ -85,13 +86,13 @@ def read_table(name: str, config: str | None = None) -> Table:
 
 
 def _from_file(name: str, path: Path) -> Table:
-    from hftune.data.rows import load_files
+    from hftune.data.rows import load_files, undecoded
 
     kind = format_of(path.name)
     if kind is None:
         raise DataError(f"--data {name}: its name does not end in one of {', '.join(FORMAT_OF)}.")
     try:
-        rows = load_files(kind, f"--data {name}", [str(path)], "test", as_written=True)
+        rows = undecoded(load_files(kind, f"--data {name}", [str(path)], "test", as_written=True))
     except DataError as error:
         raise DataError(str(error).partition(" Name files:")[0]) from error
     if kind in ("csv", "tsv"):

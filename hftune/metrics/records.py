@@ -57,6 +57,8 @@ METRICS = {
         *(Metric(f"rouge_{n}_{kind}", f"ROUGE-{n.upper()} {kind}", "max") for kind in ("char", "word") for n in "12l"),
         Metric("bleu", "BLEU", "max"),
         Metric("chrf", "chrF", "max"),
+        Metric("wer", "Word error rate", "min", "%"),
+        Metric("cer", "Character error rate", "min", "%"),
         Metric("mean_length", "Mean length"),
         Metric("margin", "Margin", "max"),
         Metric("kl", "KL from the reference"),

@@ -31,14 +31,14 @@ TOLERANCE = 1e-4
 
 
 def check_does(config: PreTrainedConfig, auto_class: str, key: str, does: str, examples: str) -> None:
-    """Raise ConfigError, beginning with ``key``, unless an auto class has a model of this kind that takes colour images.
+    """Raise ConfigError, beginning with ``key``, unless an auto class has a model of this kind, which takes colour images if any.
 
     Args:
         does, examples: what models of the auto class do, and names of some, for the message.
     """
     if type(config) not in getattr(transformers, auto_class)._model_mapping:
         raise ConfigError(
-            f"{key} is a {config.model_type} model, which does not {does}. Name an image model, such as {examples}."
+            f"{key} is a {config.model_type} model, which does not {does}. Name one that does, such as {examples}."
         )
     if getattr(config, "num_channels", 3) != 3:
         raise ConfigError(

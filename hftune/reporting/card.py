@@ -27,6 +27,7 @@ CARD = "README.md"
 RECIPE, RESULT, METRICS = "recipe.yaml", "result.json", "metrics.jsonl"
 """Files of a run's output folder."""
 TASKS = {
+    "AudioClassification": ("audio-classification", "that classifies recordings"),
     "Chats": ("text-generation", "that answers chats"),
     "Embeddings": ("sentence-similarity", "that embeds texts for retrieval"),
     "ImageClassification": ("image-classification", "that classifies images"),
@@ -43,12 +44,16 @@ TASKS = {
     "SemanticSegmentation": ("image-segmentation", "that classifies the pixels of images"),
     "Seq2Seq": ("text2text-generation", "that writes a text for a text"),
     "SequenceClassification": ("text-classification", "that classifies texts"),
+    "SpeechRecognition": ("automatic-speech-recognition", "that recognizes speech"),
+    "SpeechToText": ("automatic-speech-recognition", "that recognizes speech"),
     "TitleGeneration": ("summarization", "that writes titles for texts"),
     "TokenClassification": ("token-classification", "that tags the words of texts"),
     "VisionChats": ("image-text-to-text", "that answers chats with pictures"),
 }
 """The Hub's name of each shipped task, and what its models do, by class."""
 INPUTS = {
+    "audio-classification": '["recording.wav"]',
+    "automatic-speech-recognition": '["recording.wav"]',
     "image-classification": '["image.png"]',
     "image-segmentation": '["image.png"]',
     "image-text-to-text": '[{"messages": [{"role": "user", "content": "What is this?"}], "images": ["image.png"]}]',

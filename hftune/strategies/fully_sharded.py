@@ -403,7 +403,7 @@ def shard_in_units(model: nn.Module, blocks: Sequence[nn.Module], in_bf16: bool,
     tied = tied_parameters(model)
     for name, kept in (("get_input_embeddings", {}), ("get_output_embeddings", {"reshard_after_forward": False})):
         module = None
-        with suppress(NotImplementedError):  # such as SegFormer's
+        with suppress(NotImplementedError):  # such as those of SegFormer, and of models of speech
             module = getattr(model, name, lambda: None)()
         # Tied weights have to be in one unit with all that shares them. A head's backward pass follows its forward pass.
         if module is not None and not isinstance(module, FSDPModule) and tied.isdisjoint(module.parameters()):

@@ -1,5 +1,6 @@
 """The tasks that come with hftune. A bare ``task.type`` is looked up here."""
 
+from hftune.tasks.audio_classification import AudioClassification
 from hftune.tasks.chats import Chats
 from hftune.tasks.embeddings import Embeddings
 from hftune.tasks.image_classification import ImageClassification
@@ -16,12 +17,14 @@ from hftune.tasks.reward_model import RewardModel
 from hftune.tasks.semantic_segmentation import SemanticSegmentation
 from hftune.tasks.seq2seq import Seq2Seq
 from hftune.tasks.sequence_classification import SequenceClassification
+from hftune.tasks.speech_recognition import SpeechRecognition, SpeechToText
 from hftune.tasks.title_generation import TitleGeneration
 from hftune.tasks.token_classification import TokenClassification
 from hftune.tasks.vision_chats import VisionChats
 
 __all__ = [
     "KTO",
+    "AudioClassification",
     "Chats",
     "Embeddings",
     "ImageClassification",
@@ -37,6 +40,8 @@ __all__ = [
     "SemanticSegmentation",
     "Seq2Seq",
     "SequenceClassification",
+    "SpeechRecognition",
+    "SpeechToText",
     "TitleGeneration",
     "TokenClassification",
     "VisionChats",

@@ -15,6 +15,7 @@ from hftune.config.keys import key
 from hftune.data.columns import IMAGES, LABELS, Role
 from hftune.metrics.records import directions
 from hftune.task import Task
+from hftune.tasks.folders import Classified
 from hftune.tasks.images import check_same_network, network_problems, read_config, save_config
 from hftune.tasks.pretrained_images import MIN_SIDE, PretrainedImageTask
 from hftune.tasks.problems import SingleLabel
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hftune.data.images import Form, Images
-    from hftune.data.labels import Classes
     from hftune.task import Batch, Direction
 
 MNIST_SIZE, MNIST_MEAN, MNIST_STD = 28, (0.1307,), (0.3081,)
@@ -36,7 +36,7 @@ MAX_FEW = 10
 
 
 @dataclass
-class ImageClassification(PretrainedImageTask):
+class ImageClassification(PretrainedImageTask, Classified):
     """Classify images. The loss is cross-entropy; an item is an image."""
 
     model: str | None = key(None, changes="model")
@@ -147,55 +147,16 @@ class ImageClassification(PretrainedImageTask):
         height, width, num_channels = self._form.shape
         return Uncropped(round(SPARE * min(height, width)), num_channels)
 
-    @property
-    def fold_data(self) -> str | None:
-        """Digest of the labels of all images: reading the images would take long."""
-        from hftune.data.digest import content_digest
-        from hftune.data.rows import row_numbers
-
-        if not self.eval_fold:
-            return None
-        rows = self.rows["eval"]
-        numbers = sorted(row for own in (self.rows["train"], rows) for row in row_numbers(own, range(len(own))))
-        labels = rows.data.column(self.read_columns["label_column"]).to_pylist()
-        return content_digest([(row, str(labels[row])) for row in numbers])
-
-    @cached_property
-    def _classes(self) -> Classes:
-        from hftune.data.labels import Classes, class_names, names_of
-
-        def find() -> list[str]:
-            elsewhere = [label for split, labels in self._raw_labels.items() if split != "train" for label in labels]
-            return class_names(self._raw_labels["train"], "train", self.row_of("train"), elsewhere=elsewhere)
-
-        feature = self.rows["train"].features[self.read_columns["label_column"]]
-        return Classes.of(self.label_names, names_of(feature), find)
-
-    @cached_property
-    def _raw_labels(self) -> dict[str, list[Any]]:
-        from hftune.data.labels import read_labels
-
-        column = self.read_columns["label_column"]
-        return {split: read_labels(rows, column, split, self.row_of(split)) for split, rows in self.rows.items()}
-
-    @property
-    def labels(self) -> Sequence[str]:  # type: ignore[override]  # known only with the data
-        """Class names in the order of the class numbers."""
-        return self.label_names or self._classes.names
-
     def datasets(self) -> dict[str, Images]:
         """Return the splits. A sample has an image (H, W, C) uint8 and a label, its class number."""
         return dict(self._images)
 
     @cached_property
     def _images(self) -> dict[str, Images]:
-        from hftune.data.images import check_learnt, decode_images
+        from hftune.data.images import decode_images
 
         _ = self._form  # refuses a model that does not classify images before the data are read
-        rows = self.rows
-        numbers = {split: self._classes.numbers(own, split, self.row_of(split)) for split, own in self._raw_labels.items()}
-        if not self.label_names and (self.max_train_samples is None or len(rows["train"]) == rows["train"].data.num_rows):
-            check_learnt(numbers, self.labels, self.row_of)
+        rows, numbers = self.rows, self.class_numbers()
         forms, column = {"train": self._training_form}, self.read_columns["image_column"]
         decoded = {split: decode_images(own, column, split, forms.get(split, self._form)) for split, own in rows.items()}
         return {split: replace(images, labels=numbers[split]) for split, images in decoded.items()}
@@ -217,9 +178,6 @@ class ImageClassification(PretrainedImageTask):
         if self.network is not None:
             return {"network": self.network, "network_args": dict(self.network_args), **sizes, "num_classes": num_classes}
         return {**sizes, "width": self.width, "num_classes": num_classes, "dropout": self.dropout}
-
-    def class_counts(self, dataset: Images) -> dict[str, int]:
-        return self._classes.counts(dataset.labels)
 
     def notices(self, datasets: Mapping[str, Images], model: nn.Module) -> list[str]:
         from datasets import Image
@@ -294,10 +252,6 @@ class ImageClassification(PretrainedImageTask):
     def loss(self, outputs: Any, target: Tensor) -> Tensor:
         return self._problem.loss(logits(outputs), target)
 
-    @property
-    def _problem(self) -> SingleLabel:
-        return SingleLabel(self.labels, label_smoothing=self.label_smoothing)
-
     def predictions(self, outputs: Any, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
         """Return rows of label and prediction (class numbers), and the probabilities of both.
 
@@ -311,12 +265,6 @@ class ImageClassification(PretrainedImageTask):
         order_NK = logits_NK.argsort(dim=-1, descending=True, stable=True)
         rank_N = (order_NK == labels_N[:, None]).int().argmax(-1)
         return [{**row, "rank": rank} for row, rank in zip(rows, rank_N.tolist(), strict=True)]
-
-    def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return self._problem.describe(rows)
-
-    def caption(self, row: Mapping[str, Any]) -> str:
-        return f"{row['label']}, predicted {row['prediction']} ({row['probability']:.2f})"
 
     def sample_images(self, outputs: Tensor, model: nn.Module, batch: Batch, indices: Sequence[int]) -> list[np.ndarray]:
         """Return the images as the model is given them, in three channels."""

@@ -9,13 +9,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from hftune.config.keys import key
-from hftune.data.columns import check_kind
-from hftune.data.sources import FOLDER_FORMATS, held_out_key, image_folder_problems
 from hftune.errors import ConfigError
-from hftune.tasks.dataset import DatasetTask
+from hftune.tasks.folders import FolderTask
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +25,7 @@ CONFIG = "config.json"
 
 
 @dataclass
-class ImageTask(DatasetTask):
+class ImageTask(FolderTask):
     """A task on the images of a data set."""
 
     weights: str | None = key(None, changes="model", resume="harmless")
@@ -37,33 +35,12 @@ class ImageTask(DatasetTask):
     that returns rows."""
     data_dir: str | None = key(None, changes="data")
     """Folder with the images of imagefolder."""
-    eval_split: str | None = key(None, changes="output")
-    """Split of the data set to evaluate on while training, and to choose the best model by, such as validation. null: images
-    held out of the training images, unless data_files.eval or a function provides others."""
-    eval_share: float | None = key(None, changes="data")
-    """Share of the training images to hold out and evaluate on: random ones, the same in every run, of each class its share.
-    null: 0.1 if nothing else provides evaluation images."""
 
     rows_are = "images"
-    default_share = 0.1
     instead_of_hub = (
         "task.dataset=imagefolder task.data_dir=FOLDER, or task.dataset=parquet task.data_files.train=... "
         "task.data_files.eval=..."
     )
-    folder_keys: ClassVar[Sequence[str]] = ()
-    """Keys of splits that a folder of idx files must have."""
-
-    def data_problems(self) -> Iterator[str]:
-        dataset = self.dataset or ""
-        if self.eval_split is not None and (held_out := held_out_key(self)) and not self.data_files and ":" not in dataset:
-            yield (
-                f"{held_out} takes evaluation images from the training images, but task.eval_split={self.eval_split} names "
-                "others. Set one of them to null."
-            )
-        yield from super().data_problems()
-        splits = {f"task.{name}": value for name in self.folder_keys if (value := getattr(self, name)) is not None}
-        if self.data_dir is not None or not self.data_files:
-            yield from image_folder_problems(dataset, self.data_dir, splits)
 
     @property
     def is_folder(self) -> bool:
@@ -101,16 +78,6 @@ class ImageTask(DatasetTask):
             splits = [] if self.data_files else [*(self.rows["train"].info.splits or ())]
         files = {split: rows["image"][:] for split, rows in encoded.items()}
         return [*notices.unused_splits(self, splits), *notices.shared_files(files)]
-
-    def check_rows(self, rows: Mapping[str, Dataset]) -> None:
-        for split, own in rows.items():
-            for name, role in self.columns.items():
-                for column in self.columns_for(name) if role.kind == "image" else ():
-                    check_kind(own, column, split, "image")
-
-    def row_notices(self) -> list[str]:
-        # The columns of folders always have the same names.
-        return [line for line in super().row_notices() if "chosen from" not in line or self.dataset not in FOLDER_FORMATS]
 
 
 def network_problems(network: str | None, network_args: Mapping[str, Any]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hftune.config.keys import key
 from hftune.data.files import model_folder_problems
 from hftune.errors import did_you_mean, format_value
+from hftune.tasks.folders import head_notice
 from hftune.tasks.images import ImageTask, to_bytes
 
 if TYPE_CHECKING:
@@ -156,14 +157,7 @@ class PretrainedImageTask(ImageTask):
             yield f"Training crops are cut from whole images with at most {training_form.side} pixels on the shorter side."
         if self.model is None:
             return
-        theirs = [self._config.id2label[number] for number in range(self._config.num_labels)]
-        if theirs == self.labels:
-            yield f"{self._model_name} has the same classes: its head is kept, if it has one."
-        elif len(theirs) == len(self.labels):
-            names = ", ".join(theirs[:3])
-            yield f"{self._model_name} has as many classes, but other names ({names}, ...): its head is kept, if it has one."
-        else:
-            yield f"{self._model_name} gets a new head, for {len(self.labels)} classes instead of {len(theirs)}."
+        yield head_notice(self._model_name, self._config, self.labels)
 
     @property
     def augments(self) -> bool:

@@ -200,7 +200,9 @@ def test_label_that_only_the_evaluation_has_is_named(tmp_path):
         PICTURES[0].save(tmp_path / split / name / "0.png")
     task = ImageClassification(**fields(dataset="imagefolder", eval_split="test"), data_dir=str(tmp_path))
     said = refused(task, DataError)
-    assert said.startswith("Row 1 of the eval split has the label 'emu', which no image of the train split has. Add training")
+    assert said.startswith(
+        "Row 1 of the eval split has the label 'emu', which none of the images of the train split has. Add training"
+    )
 
 
 def test_columns_are_chosen_where_there_is_one_way_and_said():

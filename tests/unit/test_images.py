@@ -216,7 +216,10 @@ def problems(**fields: Any) -> list[str]:
         ({"dataset": "idx", "data_dir": "HERE/mnst"}, "HERE/mnst: there is no such folder. Did you mean HERE/mnist?"),
         ({"dataset": "idx", "data_dir": "HERE/mnist"}, "HERE/mnist has no file t10k-labels-idx1-ubyte, with or without .gz."),
         ({"dataset": "idx", "data_dir": "HERE/mnist", "eval_split": "dev"}, "idx files have the splits train and test."),
-        ({"data_dir": "HERE"}, "task.data_dir=HERE is for task.dataset=idx or imagefolder, not for ylecun/mnist."),
+        (
+            {"data_dir": "HERE"},
+            "task.data_dir=HERE is for task.dataset=idx or imagefolder or audiofolder, not for ylecun/mnist.",
+        ),
         ({"image_size": MIN_SIDE - 1}, f"task.image_size={MIN_SIDE - 1} must be at least {MIN_SIDE}."),
     ],
 )

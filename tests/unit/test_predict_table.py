@@ -15,7 +15,7 @@ from PIL import Image
 from hftune import cli, load_model
 from hftune.commands import predict_rows
 from hftune.commands.predict_data import find_columns, flat, flattened, output_columns, output_rows
-from hftune.data.files import IMAGES
+from hftune.data.files import IMAGES, RECORDINGS
 from hftune.data.table import read_table, write_table
 from hftune.errors import DataError
 from hftune.tasks import Seq2Seq, SequenceClassification
@@ -150,7 +150,7 @@ def test_empty_texts_are_refused_by_row_or_get_no_prediction(run, tmp_path, writ
         ("--data test.csv --output none/x.csv", "--output none/x.csv: there is no folder "),
         (
             "--data y.csv.parts --output x.csv",
-            f"--data y.csv.parts: y.csv.parts has no images ({', '.join(IMAGES)}). For a table, name its",
+            f"--data y.csv.parts: y.csv.parts has no images or recordings ({', '.join((*IMAGES, *RECORDINGS))}). For a table, name its",
         ),
         ("--data empty.csv --output x.csv", "--data empty.csv cannot be read as csv: No columns to parse from file."),
         ("--data header.csv --output x.csv", "--data header.csv has no rows."),
@@ -309,7 +309,7 @@ def test_images_come_from_a_folder_or_by_their_paths(tmp_path, capsys, monkeypat
     assert output.read_text().splitlines()[1:] == [by_folder[3], by_folder[1]]
     assert predict(folder, "--input", digits.parent) == 0
     said = capsys.readouterr().err
-    assert f"note: --input {digits.parent}: 1 file that is not called an image is left out, such as {table}." in said
+    assert f"note: --input {digits.parent}: 1 file is left out as neither image nor recording: {table}" in said
     table.write_text("file_name\nsome/9.png\n")
     assert predict(folder, "--data", table, "--output", output) == 2
     assert "names an image that is not there, at row 0: some/9.png." in capsys.readouterr().err

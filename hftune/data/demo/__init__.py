@@ -1,4 +1,4 @@
-"""Rows for the demo recipes, which need no network: texts from the files of this folder, images drawn by code.
+"""Rows for the demo recipes, which need no network: texts from the files of this folder, images and sounds made by code.
 
 Use: ``task.dataset=hftune.data.demo:reviews``, or the name of a different function. "train" and "eval" have no row in common.
 """
@@ -21,6 +21,7 @@ from hftune.data.demo.drawings import (  # noqa: F401 - for recipes, which name 
     pictures,
     shapes,
 )
+from hftune.data.demo.tones import calls, melodies  # noqa: F401
 
 
 def _rows(name: str, split: str) -> list[dict[str, Any]]:
