@@ -3,7 +3,7 @@
 import pytest
 
 from tests.parity.test_fully_sharded import same
-from tests.support.runs import NO_DROPOUT, train_on
+from tests.support.runs import train_on
 
 FEW = (
     *("task.max_train_samples=36", "task.max_eval_samples=11", "train.epochs=2", "train.batch_size=12", "train.lr=1e-3"),
@@ -15,7 +15,9 @@ CALLS = ("recipe=audio_classification_demo", *FEW, "task.max_seconds=0.4")
 CTC = ("recipe=ctc_demo", *FEW)
 WHISPER = ("recipe=speech_to_text_demo", *FEW)
 KINDS = {"calls": CALLS, "ctc": CTC, "whisper": WHISPER}
-QUIET = {"calls": (*CALLS, *NO_DROPOUT), "ctc": (*CTC, *STILL), "whisper": (*WHISPER, "task.model_config.dropout=0")}
+QUIET = {"ctc": (*CTC, *STILL), "whisper": (*WHISPER, "task.model_config.dropout=0")}
+
+SIZES = {"ctc": (1, 5, 12), "whisper": (1, 12)}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,7 @@ def runs(tmp_path_factory):
     sizes = {
         f"{name} by {size}": (*words, f"train.micro_batch_size={size}", f"eval.batch_size={size}")
         for name, words in QUIET.items()
-        for size in (1, 5, 12)
+        for size in SIZES[name]
     }
     lora = {"lora": (*CTC, "adapter.type=lora", "adapter.targets=[q_proj, v_proj]", "adapter.train_also=[lm_head]")}
     one = train_on(1, {**KINDS, **sizes, **lora}, folder)
@@ -36,14 +38,14 @@ def runs(tmp_path_factory):
         stops={"begins": (4, 1)},
         sharded=["sharded"],
     )
-    four = train_on(4, KINDS, folder)
+    four = train_on(4, {"ctc": CTC}, folder)
     parts = {1: one, 2: two, 4: four}
     return {(name, size): run for size, some in parts.items() for name, run in some.items()}
 
 
 @pytest.mark.parametrize("name", [*KINDS, "lora"])
 def test_losses_with_dropout_and_masks_are_those_of_one_process(runs, name):
-    for size in (2, 4) if name in KINDS else (2,):
+    for size in (2, 4) if name == "ctc" else (2,):
         same(runs[name, size], runs[name, 1])
     losses = runs[name, 1].logged("train/loss")
     assert len(losses) == 6 and len(set(losses)) == 6
@@ -53,9 +55,9 @@ def test_so_are_those_of_sharded_weights(runs):
     same(runs["sharded", 2], runs["ctc", 1])
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", QUIET)
 def test_without_dropout_and_masks_they_do_not_depend_on_micro_batches(runs, name):
-    for size in (1, 5):
+    for size in SIZES[name][:-1]:
         same(runs[f"{name} by {size}", 1], runs[f"{name} by 12", 1])
 
 
@@ -66,10 +68,10 @@ def test_a_resumed_run_is_the_same_to_the_bit(runs):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_each_recording_is_scored_once(runs, name):
-    rows = [runs[name, size].predictions for size in (1, 2, 4)]
+    rows = [runs[name, size].predictions for size in (1, 2)]
     assert [row["index"] for row in rows[0]] == list(range(11))
     if name != "calls":
-        assert rows[0] == rows[1] == rows[2]
+        assert rows[0] == rows[1]
     for metric in ("loss", "accuracy") if name == "calls" else ("loss", "wer", "cer"):
-        assert runs[name, 4].result["metrics"][metric] == pytest.approx(runs[name, 1].result["metrics"][metric], rel=1e-5)
+        assert runs[name, 2].result["metrics"][metric] == pytest.approx(runs[name, 1].result["metrics"][metric], rel=1e-5)
     assert (runs[name, 1].folder / "samples").is_dir()

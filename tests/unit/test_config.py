@@ -205,18 +205,16 @@ def test_a_task_of_ones_own_has_its_fields_as_keys(write, own_tasks):
 # The resolved recipe
 
 
+FOLDERS = ("restoration", "image_classification", "segmentation", "audio_classification", "ctc", "speech_to_text")
+
+
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_shipped_recipe_is_accepted(name, write, tmp_path):
     files = [f"task.data_files.{part}={write('rows.jsonl', '{}')}" for part in ("train", "eval")]
     folder = [f"task.data_dir={tmp_path}"]
     (tmp_path / "config.json").write_text("{}")
     model = [f"task.model={tmp_path}"]
-    missing = {
-        "bigbird": files,
-        "restoration": folder,
-        "image_classification": folder,
-        "segmentation": folder,
-    }  # they have no data of their own
+    missing = {"bigbird": files, **dict.fromkeys(FOLDERS, folder)}  # they have no data of their own
     missing |= {"chats_lora_demo": model}  # its model is the result of another one
     needs_files = Recipe.load(name).task.dataset is None  # a recipe for a problem, and data of one's own
     recipe = Recipe.from_argv([f"recipe={name}", *missing.get(name, files if needs_files else [])])

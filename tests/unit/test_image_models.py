@@ -168,7 +168,7 @@ def test_images_of_transformers_may_be_shifted_by_more_than_those_of_mnist():
 def test_model_that_does_not_classify_images_is_refused_before_data_are_read(tmp_path):
     BertConfig(hidden_size=16).save_pretrained(tmp_path)
     said = refused(of(tmp_path, dataset="nowhere:function"))
-    assert said.startswith(f"task.model={tmp_path} is a bert model, which does not classify images. Name an image model,")
+    assert said.startswith(f"task.model={tmp_path} is a bert model, which does not classify images. Name one that does,")
 
 
 def test_model_without_image_processor_needs_size_mean_and_std(tmp_path):

@@ -77,9 +77,13 @@ def test_recipes_of_the_pages_are_valid():
         ("parallel: {schedule: zbv}", "parallel.schedule", "'zbv' is not one of ['gpipe', '1f1b'"),
         ("track: {with: [wanddb]}", "track.with", "'wanddb' is not one of ['wandb', 'mlflow', 'tensorboard', "),
         ("track: {upload: bset}", "track.upload", "'bset' is not one of ['none', 'best', 'all', None]"),
-        ("base: yelpp", "base", "'yelpp' is not one of ['bigbird'"),
+        ("base: yelpp", "base", "'yelpp' is not one of ['audio_classification'"),
         ("replace: task", "replace", "'task' is not of type 'array'"),
-        ("task: {type: SequenceClasification}", "task.type", "'SequenceClasification' is not one of ['KTO', 'Chats', "),
+        (
+            "task: {type: SequenceClasification}",
+            "task.type",
+            "'SequenceClasification' is not one of ['KTO', 'AudioClassification', ",
+        ),
         ("task: {type: SequenceClassification, width: 2}", "task", "'width' was unexpected"),
         ("task: {type: TitleGeneration, architecture: decoder}", "task.architecture", "'decoder' is not one of ['prefix_lm'"),
         ("task: {width: 2}", "task", "'width' was unexpected"),  # of yelp's task
