@@ -31,7 +31,7 @@ TOLERANCE = 1e-4
 
 
 def check_does(config: PreTrainedConfig, auto_class: str, key: str, does: str, examples: str) -> None:
-    """Raise ConfigError, beginning with ``key``, unless an auto class has a model of this kind, which takes colour images if any.
+    """Raise ConfigError, beginning with ``key``, unless an auto class has a model of this kind.
 
     Args:
         does, examples: what models of the auto class do, and names of some, for the message.
