@@ -17,8 +17,7 @@ from hftune.data.columns import AUDIO, FILES, Role
 from hftune.errors import ConfigError, DataError
 from hftune.metrics.records import directions
 from hftune.tasks.audio import AudioTask
-from hftune.tasks.seq2seq import number_of
-from hftune.tasks.text import NO_LABEL, token_loss
+from hftune.tasks.text import NO_LABEL, number_of, token_loss
 
 if TYPE_CHECKING:
     from pathlib import Path
