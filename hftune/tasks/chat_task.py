@@ -67,6 +67,8 @@ class ChatTask(TextTask):
     }
     generates: ClassVar[bool] = True
     """Whether the model writes answers, and so has generation settings; if not, it reads chats to their very end."""
+    rows_each: ClassVar[int] = 1000
+    """Rows that are worth a process of their own when they are tokenized."""
     fold_rows = None  # a chat may be several samples
     samples_are = "samples"
     settled_fields = ("date",)
@@ -172,7 +174,9 @@ class ChatTask(TextTask):
         def make() -> dict[str, Any]:
             given = {"chats": self.chat_format, "columns": self.read_columns, **settings}
             try:
-                return arrays(mapped(rows, encode, f"Tokenizing {split}", idle_cores(len(rows)), numbered=True, **given))
+                return arrays(
+                    mapped(rows, encode, f"Tokenizing {split}", idle_cores(len(rows), self.rows_each), numbered=True, **given)
+                )
             except BadChat as error:
                 raise DataError(self._about_row(split, *error.args)) from error
 

@@ -53,6 +53,7 @@ class VisionChats(Chats):
 
     auto_class = "AutoModelForImageTextToText"
     prepares_as_needed = False
+    rows_each = 100
     columns: ClassVar[Mapping[str, Role]] = {**ChatTask.columns, "image": Role("image", IMAGES, optional_in={"train"})}
     libraries = (*Chats.libraries, "hftune.data.pictures")
 
@@ -275,7 +276,7 @@ class VisionChats(Chats):
         frozen = sum(parameter.numel() for parameter in tower if not parameter.requires_grad)
         if frozen and not self.freeze_vision and not hasattr(model, "peft_config"):
             messages.append(
-                f"{frozen:,} parameters of the vision tower stay as they are: what is read of pictures is not theirs."
+                f"{frozen:,} parameters of the vision tower are behind the layer that is read, and stay as they are."
             )
         return messages
 

@@ -259,7 +259,9 @@ def test_layers_behind_the_one_that_is_read_are_frozen_with_a_notice(models, fol
     model = task.build_model()
     frozen = {name for name, value in model.named_parameters() if not value.requires_grad}
     assert frozen and all("vision_tower" in name and ("layers.1." in name or "post_layernorm" in name) for name in frozen)
-    assert any("parameters of the vision tower stay as they are" in line for line in task.notices(datasets, model))
+    assert any(
+        "parameters of the vision tower are behind the layer that is read" in line for line in task.notices(datasets, model)
+    )
     model = task_of(folder, CHATS, models["llava"])
     model.datasets()
     trained = {name for name, value in model.build_model().named_parameters() if value.requires_grad}
