@@ -18,6 +18,10 @@ TEXTS = ("text", "sentence", "review", "content", "document", "article")
 """Usual names of a column of texts."""
 LABELS = ("label", "labels", "target", "class", "category")
 """Usual names of a column of labels or of target values."""
+BOXES = ("bbox", "boxes", "bboxes")
+"""Usual names of the boxes in a column of objects."""
+CATEGORIES = ("category", "categories", "label", "labels", "class_labels", "category_id")
+"""Usual names of their classes."""
 IMAGES = ("image", "img", "picture", "photo")
 """Usual names of a column of images."""
 AUDIO = ("audio", "speech", "recording", "sound")
@@ -55,10 +59,17 @@ def are_answers(kind: Any) -> bool:
     return isinstance(inner, dict) and {"text", "answer_start"} <= {*inner}
 
 
+def is_objects(kind: Any) -> bool:
+    """Return whether it holds objects: lists of boxes and of what else is known of each."""
+    inner = getattr(kind, "feature", kind)
+    return isinstance(inner, dict) and any(name in inner for name in BOXES)
+
+
 KINDS: dict[str, Callable[[Any], bool]] = {
     "text": is_text,
     "label": is_label,
     "number": is_number,
+    "objects": is_objects,
     "image": lambda kind: type(kind).__name__ == "Image",
     "recording": lambda kind: type(kind).__name__ == "Audio" or (isinstance(kind, dict) and "array" in kind),
     "text or messages": lambda kind: is_text(kind) or isinstance(kind, list) or getattr(kind, "feature", None) is not None,

@@ -130,6 +130,9 @@ class Classes:
     """Whether ``names`` are what ``class_names`` found, so that a label 5 is the class "5", not the sixth, also if other
     classes are named by words."""
 
+    at_least: int = 2
+    """Number of classes that there must be."""
+
     @classmethod
     def of(cls, given: Sequence[str] | None, data_names: Sequence[str] | None, find: Callable[[], list[str]]) -> Classes:
         """Name the classes as the recipe does, or else the data, or else their labels, which ``find`` returns."""
@@ -146,7 +149,7 @@ class Classes:
             DataError: ``names`` and ``data_names`` do not match, there is only one class, or a label is not one of the classes.
         """
         count = len(self.names)
-        if count < 2:
+        if count < self.at_least:
             raise DataError(f"All samples have the label {self.names[0]!r}, but classification needs at least two classes.")
         numbers, data_names = {name: number for number, name in enumerate(self.names)}, self.data_names or ()
         moved = [name for number, name in enumerate(data_names) if numbers.get(name, number) != number]

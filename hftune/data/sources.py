@@ -21,7 +21,7 @@ from hftune.data.hub import commit_of, name_problems
 from hftune.errors import did_you_mean, format_value
 from hftune.secrecy import without_secrets
 
-FOLDER_FORMATS = ("idx", "imagefolder", "audiofolder")
+FOLDER_FORMATS = ("coco", "idx", "imagefolder", "audiofolder")
 """Formats of a folder of images or recordings."""
 INSTEAD = f"task.dataset=json task.data_files.train=... task.data_files.eval=... ({', '.join(FILE_FORMATS)})"
 """Keys to set if the Hub cannot be reached."""

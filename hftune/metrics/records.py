@@ -68,6 +68,10 @@ METRICS = {
             for side in ("chosen", "rejected", "desirable", "undesirable")
         ),
         Metric("empty_share", "Empty share", "min", "%"),
+        Metric("map", "mAP", "max"),
+        Metric("map_50", "mAP at IoU 0.5", "max"),
+        Metric("map_75", "mAP at IoU 0.75", "max"),
+        Metric("mar_100", "Mean recall of 100 boxes", "max"),
         Metric("mean_iou", "Mean IoU", "max"),
         Metric("pixel_accuracy", "Pixel accuracy", "max"),
         *(Metric(f"l1{region}", f"L1{words}", "min") for region, words in REGIONS.items()),

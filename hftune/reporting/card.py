@@ -36,6 +36,7 @@ TASKS = {
     "LanguageModeling": ("text-generation", "that continues texts"),
     "MaskedLanguageModeling": ("fill-mask", "that fills gaps in texts"),
     "MultipleChoice": ("multiple-choice", "that chooses the right one of several texts"),
+    "ObjectDetection": ("object-detection", "that finds objects in images"),
     "Preferences": ("text-generation", "that answers chats as people prefer"),
     "ProcessReward": ("token-classification", "that judges the steps of solutions"),
     "QuestionAnswering": ("question-answering", "that finds the answer to a question in a text"),
@@ -60,6 +61,7 @@ INPUTS = {
     "image-to-image": '[("image.png", "mask.png")]',
     "multiple-choice": '[["A question?", ["A choice.", "Another one."]]]',
     "question-answering": '[["A question?", "A text with the answer."]]',
+    "object-detection": '["image.png"]',
     "text-ranking": '[["A question?", "An answer."]]',
     "token-classification": '[["A question?", ["A step.", "Another one."]]]',
 }

@@ -9,6 +9,7 @@ from hftune.tasks.kto import KTO
 from hftune.tasks.language_modeling import LanguageModeling
 from hftune.tasks.masked_language_modeling import MaskedLanguageModeling
 from hftune.tasks.multiple_choice import MultipleChoice
+from hftune.tasks.object_detection import ObjectDetection
 from hftune.tasks.preferences import Preferences
 from hftune.tasks.process_reward import ProcessReward
 from hftune.tasks.question_answering import QuestionAnswering
@@ -32,6 +33,7 @@ __all__ = [
     "LanguageModeling",
     "MaskedLanguageModeling",
     "MultipleChoice",
+    "ObjectDetection",
     "Preferences",
     "ProcessReward",
     "QuestionAnswering",

@@ -42,6 +42,11 @@ class ImageTask(FolderTask):
         "task.data_files.eval=..."
     )
 
+    def data_problems(self) -> Iterator[str]:
+        if self.dataset == "coco" and "objects" not in self.columns:
+            yield "task.dataset=coco has boxes, which only ObjectDetection learns. Use imagefolder."
+        yield from super().data_problems()
+
     @property
     def is_folder(self) -> bool:
         """Whether the images are files in folders."""
@@ -59,7 +64,9 @@ class ImageTask(FolderTask):
         """Return the columns of images that are read, of each split, undecoded and under the names of their roles."""
         from datasets import Image
 
-        names = {column: field.removesuffix("_column") for field, column in self.read_columns.items()}
+        names = {
+            column: name for name, role in self.columns.items() if role.kind == "image" for column in self.columns_for(name)
+        }
         splits = {}
         for split, rows in self.rows.items():
             rows = rows.select_columns([*names]).rename_columns(names)

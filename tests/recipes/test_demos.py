@@ -49,6 +49,12 @@ VIT = (
     "intermediate_size: 64, hidden_dropout_prob: 0.1, attention_probs_dropout_prob: 0.1}"
 )
 RESNET = "{model_type: resnet, embedding_size: 8, hidden_sizes: [8, 16], depths: [1, 1], layer_type: basic}"
+CONDITIONAL_DETR = (
+    "{model_type: conditional_detr, d_model: 32, encoder_layers: 1, decoder_layers: 2, encoder_ffn_dim: 32, decoder_ffn_dim: 32, "
+    "encoder_attention_heads: 4, decoder_attention_heads: 4, num_queries: 8, auxiliary_loss: true, backbone_config: "
+    "{model_type: resnet, embedding_size: 8, hidden_sizes: [8, 16, 16, 32], depths: [1, 1, 1, 1], layer_type: basic, "
+    "out_features: [stage4]}}"
+)
 LM = "{model_type: transformer_lm, hidden_size: 16, intermediate_size: 16, num_attention_heads: 2, dropout: 0.2}"
 IMAGES = (
     *("replace=[task.model_config]", "task.dataset=tests.support.tasks:few_shapes", *FEW, "train.epochs=3", "train.lr=3e-3"),
@@ -198,6 +204,18 @@ DEMOS = {
         (2, 4),
         predicted=("mean_iou", ""),
         num_eval=7,
+    ),
+    "detection": Demo(
+        "detection_demo",
+        (
+            *("task.max_train_samples=24", "task.max_eval_samples=7", "train.epochs=3", "train.batch_size=6", "train.lr=1e-3"),
+            *("train.micro_batch_size=2", "train.warmup_ratio=0", "eval.every=epoch", "eval.batch_size=3", *OFTEN),
+            "replace=[task.model_config]",  # RT-DETR chooses among equally good queries while it knows nothing
+            f"task.model_config={CONDITIONAL_DETR}",
+        ),
+        (2, 4),
+        num_eval=7,
+        counts=False,
     ),
     "restoration": Demo(
         "restoration_demo",

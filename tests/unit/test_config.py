@@ -205,7 +205,7 @@ def test_a_task_of_ones_own_has_its_fields_as_keys(write, own_tasks):
 # The resolved recipe
 
 
-FOLDERS = ("restoration", "image_classification", "segmentation", "audio_classification", "ctc", "speech_to_text")
+FOLDERS = ("restoration", "image_classification", "segmentation", "detection", "audio_classification", "ctc", "speech_to_text")
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -19,6 +19,7 @@ from hftune.data.demo.drawings import (  # noqa: F401 - for recipes, which name 
     no_such_split,
     picture_chats,
     pictures,
+    scenes,
     shapes,
 )
 from hftune.data.demo.tones import calls, melodies  # noqa: F401

@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw
 from hftune.errors import DataError
 
 LANDSCAPE = ("sky", "sun", "hill")
+SCENE = ("disc", "square", "triangle")
 SHAPES = ("circle", "cross", "ring", "square", "star", "triangle")
 CHAT_SHAPES = ("circle", "ring", "square", "triangle")
 COLOURS = {"red": [220, 50, 40], "green": [50, 180, 70], "blue": [60, 90, 230], "yellow": [230, 210, 60]}
@@ -114,6 +115,35 @@ def _chat_about_shapes(rng: Rng) -> Row:
     return {"messages": messages, "images": images}
 
 
+def _scene(rng: Rng) -> Row:
+    width, height = (4 * rng.randint(14, 19, size=2)).tolist()
+    scale = 2  # drawn larger and then averaged, for smooth edges
+    ground = rng.uniform(0, 110, size=3)
+    canvas = Image.new("RGB", (width * scale, height * scale), tuple(ground.astype(int).tolist()))
+    pen = ImageDraw.Draw(canvas)
+    boxes: list[list[float]] = []
+    names: list[str] = []
+    for _ in range(rng.randint(1, 4)):
+        name, radius = SCENE[rng.randint(len(SCENE))], rng.uniform(7, 13)
+        x, y = rng.uniform(radius, width - radius), rng.uniform(radius, height - radius)
+        if any(
+            abs(x - left - wide / 2) < radius + wide / 2 and abs(y - top - wide / 2) < radius + wide / 2
+            for left, top, wide, _ in boxes
+        ):
+            continue  # objects do not overlap
+        ink = tuple(rng.uniform(140, 256, size=3).astype(int).tolist())
+        corners = [scale * (x - radius), scale * (y - radius), scale * (x + radius), scale * (y + radius)]
+        if name == "disc":
+            pen.ellipse(corners, fill=ink)
+        elif name == "square":
+            pen.rectangle(corners, fill=ink)
+        else:
+            pen.polygon([(scale * x, corners[1]), (corners[2], corners[3]), (corners[0], corners[3])], fill=ink)
+        boxes.append([x - radius, y - radius, 2 * radius, 2 * radius])
+        names.append(name)
+    return {"image": canvas.reduce(scale), "objects": {"bbox": boxes, "category": names}}
+
+
 def _corners(name: str, turn: float) -> list[tuple[float, float]]:
     """Return the corners of a polygon on and within the unit circle."""
     if name == "cross":  # twelve corners, the inner four nearer to the middle
@@ -176,6 +206,9 @@ shapes = partial(_drawn, _shape, 1000, 200)
 
 Size, position, rotation, colours and noise are random.
 """
+scenes = partial(_drawn, _scene, 400, 60)
+"""One to three objects on a dark ground: "image", RGB, with sides of 56 to 72 pixels, and "objects", their "bbox" (left, top,
+width, height in pixels) and "category", of SCENE."""
 landscapes = partial(_drawn, _landscape, 300, 50)
 """Pictures of sky, sun and hills: "image", RGB, with sides of 40 to 56 pixels, and "mask", the places of LANDSCAPE."""
 pictures = partial(_drawn, lambda rng: {"image": _landscape(rng)["image"]}, 120, 24)
