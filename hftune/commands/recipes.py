@@ -1,14 +1,17 @@
-"""``hftune recipes``: list the shipped recipes by problem, with the columns that each wants."""
+"""``hftune recipes``: list the shipped recipes by problem, with the columns that each wants; or say which fit some data."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from hftune.config.addresses import is_address
 from hftune.config.shipped_files import recipe_names, recipe_path
-from hftune.tracking.console import printed_width
+from hftune.errors import ConfigError, DataError
+from hftune.tracking.console import hide_progress_bars, printed_width
 
 INDENT = 2
 """Spaces before a recipe, and more for each recipe that it builds on."""
@@ -30,12 +33,25 @@ class Listed(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: the command takes no arguments."""
+    """Add the command's arguments to its parser."""
+    parser.add_argument(
+        "--for",
+        dest="data",
+        metavar="DATA",
+        help="file, folder of images or recordings, or data set on the Hub: say which recipes fit it, and what they would read",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print each recipe with the first sentence of its file, below the recipe that it builds on."""
+    """Print each recipe with the first sentence of its file, below the recipe that it builds on; or those that fit data.
+
+    Raises:
+        ConfigError: no recipe fits.
+    """
     listed = {name: read(recipe_path(name).read_text(encoding="utf-8")) for name in recipe_names()}
+    if options.data is not None:
+        print(fitting(listed, options.data))
+        return 0
     print(listing(listed, printed_width()))
     print(OWN_DATA.rstrip())
     return 0
@@ -54,6 +70,55 @@ def purpose(text: str) -> str:
     lines = re.findall(r"^# (?!yaml-language-server)(.*)$", text, flags=re.MULTILINE)
     end = next((number for number, line in enumerate(lines) if line.endswith((".", ":"))), 0)
     return " ".join(lines[: end + 1])
+
+
+def with_own_data(listed: Mapping[str, Listed]) -> Iterator[tuple[str, Listed]]:
+    """Yield the recipes that take data of one's own, one for each layout."""
+    for name, about in listed.items():
+        same = about.base is not None and about.columns == listed[about.base].columns
+        if about.columns is not None and not name.endswith("_demo") and not same:
+            yield name, about
+
+
+def fitting(listed: Mapping[str, Listed], data: str) -> str:
+    """Return which recipes find the columns that they need in some data, as a command each, and why others do not.
+
+    Raises:
+        ConfigError: none does; with the reasons.
+    """
+    from hftune.config import Recipe
+
+    words = [f"task.dataset={data}"]
+    if Path(data).is_dir():
+        words = [f"task.data_dir={data}"]
+    elif Path(data).suffix[1:].isalpha() or Path(data).exists() or is_address(data):
+        words = ["task.dataset=null", f"task.data_files.train={data}"]
+    hide_progress_bars()
+    fit: dict[str, list[str]] = {}
+    others = {}
+    for name, _ in with_own_data(listed):
+        try:
+            task: Any = Recipe.load(name, *words).task
+            task.evaluates = False
+            if Path(data).is_dir() and not str(task.dataset).endswith("folder"):
+                raise ConfigError("It reads no folders of images or recordings.")
+            if problems := task.validate():
+                raise ConfigError(problems[0])
+            if len(task.rows["train"]):  # their columns are checked
+                fit[name] = [f"{key.removesuffix('_column')}={column}" for key, column in task.read_columns.items()]
+        except (ConfigError, DataError) as error:
+            others[name] = re.sub(r"(?<=\.) (It has: |Set it to one of ).*", "", str(error), flags=re.DOTALL)
+    reasons = [f"  {name}: {reason}" for name, reason in others.items()]
+    if not fit and len({*others.values()}) == 1:
+        raise ConfigError(next(iter(others.values())))
+    if not fit:
+        raise ConfigError("\n".join([f"No recipe fits {data}.", *reasons]))
+    names = sorted(fit, key=lambda name: -len(fit[name]))  # who reads most of the columns leaves least of the data unused
+    lines = [line for name in names for line in (f"  {name}: {listed[name].purpose}", f"    {', '.join(fit[name])}")]
+    command = f"  hftune train recipe={names[0]} {' '.join(words)} task.eval_share=0.1"
+    return "\n".join(
+        [f"These fit {data}, and would read:", *lines, "", "These do not:", *reasons, "", "To train the first:", command]
+    )
 
 
 def listing(listed: Mapping[str, Listed], width: int | None) -> str:

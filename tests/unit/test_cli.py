@@ -1,6 +1,7 @@
 """The hftune command: what it refuses, and how."""
 
 import gzip
+import json
 import os
 import re
 import subprocess
@@ -192,6 +193,50 @@ def test_a_recipe_says_all_of_its_first_sentence():
         "# yaml-language-server: x\n# Embeddings: a sentence of\n# two lines.\n# More.\n# Columns: a, b\ntask: {}\n"
     )
     assert said == ("Embeddings: a sentence of two lines.", "a, b", None)
+
+
+@pytest.mark.parametrize(
+    ("row", "fits"),
+    [
+        ({"review": "good", "stars": 4}, ["text_classification: text=review, label=stars", "masked_lm: text=review"]),
+        (
+            {"prompt": "a?", "chosen": "b", "rejected": "c"},
+            [f"{name}: prompt=prompt, chosen=chosen, rejected=rejected" for name in ("dpo", "reward")],
+        ),
+    ],
+)
+def test_the_recipes_that_fit_a_file_are_named_with_what_they_would_read(tmp_path, capsys, row, fits):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f"{json.dumps(row)}\n" * 3)
+    assert cli.main(["recipes", "--for", str(file)]) == 0
+    said, _, others = capsys.readouterr().out.partition("\nThese do not:\n")
+    lines = said.rstrip().splitlines()
+    assert lines[0] == f"These fit {file}, and would read:"
+    assert [
+        f"{one.split(':')[0].strip()}: {other.strip()}" for one, other in zip(lines[1::2], lines[2::2], strict=True)
+    ] == fits
+    assert "  ctc: task.audio_column is not set, and no column of the train split would do.\n" in others
+    command = others.splitlines()[-1].removeprefix("  hftune train ").split()
+    assert command[0] == f"recipe={fits[0].split(':')[0]}" and Recipe.from_argv(command).task.data_files == {"train": str(file)}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [(None, "there is no such file."), ({"number": 1.5}, "task.text_column is not set, and no column of the train")],
+)
+def test_data_that_no_recipe_fits_are_refused_with_the_reasons(tmp_path, capsys, row, said):
+    file = tmp_path / "rows.jsonl"
+    if row is not None:
+        file.write_text(f"{json.dumps(row)}\n" * 3)
+    assert cli.main(["recipes", "--for", str(file)]) == 2
+    assert said in (shown := capsys.readouterr().err) and shown.count("there is no such file") == (row is None)
+
+
+def test_the_page_on_recipes_for_columns_is_what_the_recipes_say():
+    page = (recipe_path("yelp").parent.parent / "docs" / "which-recipe.md").read_text(encoding="utf-8")
+    listed = {name: recipes.read(recipe_path(name).read_text(encoding="utf-8")) for name in recipe_names()}
+    rows = [f"| {about.columns} | `{name}` |" for name, about in recipes.with_own_data(listed)]
+    assert [line for line in page.splitlines() if line.startswith("| ")][1:] == sorted(rows)
 
 
 def test_show_prints_a_recipe_that_loads_and_no_secret(capsys, tmp_path, monkeypatch):
