@@ -185,17 +185,20 @@ class QuestionAnswering(ManyTexts):
 
         It is that of transformers' heads for a window without padding, to which theirs give a share of the probability.
         """
-        return self.sample_losses(outputs, target).sum()
+        return self._losses(outputs, target).sum()
 
     def sample_losses(self, outputs: Any, target: Mapping[str, Tensor]) -> Tensor:
         import torch
 
+        return torch.stack([own.sum() for own in self._losses(outputs, target).split(target["texts"].tolist())])
+
+    def _losses(self, outputs: Any, target: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss of each window, (N,)."""
         losses = []
         for name in ("start", "end"):
             logits_NT = outputs[f"{name}_logits"].masked_fill(target["attention_mask"] == 0, float("-inf"))
             losses.append(token_loss(logits_NT[:, None], target[name][:, None], "none"))
-        losses_N = (losses[0] + losses[1]) / 2
-        return torch.stack([own.sum() for own in losses_N.split(target["texts"].tolist())])
+        return (losses[0] + losses[1]) / 2
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Return rows of question, answers (the right ones), prediction, its probability, its exact_match and f1 and the n_best
