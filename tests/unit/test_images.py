@@ -218,7 +218,7 @@ def problems(**fields: Any) -> list[str]:
         ({"dataset": "idx", "data_dir": "HERE/mnist", "eval_split": "dev"}, "idx files have the splits train and test."),
         (
             {"data_dir": "HERE"},
-            "task.data_dir=HERE is for task.dataset=idx or imagefolder or audiofolder, not for ylecun/mnist.",
+            "task.data_dir=HERE is for task.dataset=coco or idx or imagefolder or audiofolder, not for ylecun/mnist.",
         ),
         ({"image_size": MIN_SIDE - 1}, f"task.image_size={MIN_SIDE - 1} must be at least {MIN_SIDE}."),
     ],
