@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.config.keys import key
-from hftune.data.choices import ANSWERS, CHOICE, CHOICES, CONTEXTS, QUESTIONS, right_choice, sides, texts_of
+from hftune.data.choices import ANSWERS, CHOICE, CHOICES, CONTEXTS, QUESTIONS, gathered, right_choices, sides, texts_of
 from hftune.data.columns import Role, find_columns
 from hftune.errors import DataError
 from hftune.metrics.records import directions
@@ -48,8 +48,8 @@ class MultipleChoice(ManyTexts):
     """Columns with a choice each, such as [ending0, ending1], instead of choices_column. null: those with usual names, if there
     is no column of lists."""
     answer_column: str | None = None
-    """Column that names the right choice: its label or text, its letter (A for the first), or its number (0 for the first).
-    null: answer, answerKey or label."""
+    """Column that names the right choice: its label, its letter (A for the first), its number (0 for the first), or its text; in
+    all rows in the same way. null: answer, answerKey or label."""
     max_length: int = key(512, ge=3)
     """Maximum length of context, question and a choice together, in tokens; of the two texts that the model reads, the longer
     one is truncated at the end."""
@@ -93,7 +93,7 @@ class MultipleChoice(ManyTexts):
         """Yield context, question and choices of rows, given as lists of the values of each column."""
         choices = [rows[column][:] for column in self.columns_for("choices")]
         contexts = rows[self.context_column][:] if self.context_column is not None else [None] * len(choices[0])
-        listed = choices[0] if self.choices_columns is None else map(list, zip(*choices, strict=True))
+        listed = choices[0] if self.choices_columns is None else gathered(choices)
         return zip(contexts, rows[self.read_columns["question_column"]][:], listed, strict=True)
 
     def training_texts(self) -> Iterator[str]:
@@ -106,16 +106,15 @@ class MultipleChoice(ManyTexts):
         import numpy as np
 
         rows, row_of = self.rows[split], self.row_of(split)
-        labels, answers = [], rows[self.read_columns["answer_column"]][:]
-        for index, ((_, _, choices), answer) in enumerate(zip(self._read(rows), answers, strict=True)):
-            if wrong := problem_of(choices):
-                raise DataError(f"Row {row_of(index)} of the {split} split has {wrong}.")
-            if (label := right_choice(answer, choices)) is None:
-                raise DataError(
-                    f"Row {row_of(index)} of the {split} split has the answer {answer!r}, which is none of its "
-                    f"{len(texts_of(choices))} choices: give its letter from A, its number from 0, or its text."
-                )
-            labels.append(label)
+
+        def name(index: int) -> str:
+            return f"Row {row_of(index)} of the {split} split"
+
+        choices = [own for _, _, own in self._read(rows)]
+        for index, own in enumerate(choices):
+            if wrong := problem_of(own):
+                raise DataError(f"{name(index)} has {wrong}.")
+        labels = right_choices(rows[self.read_columns["answer_column"]][:], choices, name)
         return {"label": np.array(labels, np.int64), **self.places_of(split)}
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
@@ -196,7 +195,7 @@ class MultipleChoice(ManyTexts):
     def raw_inputs(self, rows: Mapping[str, list]) -> list:
         others = {name: values for name, values in rows.items() if name in ("context", "question")}
         choices = {name: values for name, values in rows.items() if name not in others}
-        listed = choices["choices"] if self.choices_columns is None else map(list, zip(*choices.values(), strict=True))
+        listed = choices["choices"] if self.choices_columns is None else gathered([*choices.values()])
         return [list(values) for values in zip(*others.values(), listed, strict=True)]
 
     def example_inputs(self) -> list:

@@ -11,7 +11,7 @@ from transformers import AutoModelForMultipleChoice, AutoTokenizer
 import hftune
 from hftune import ConfigError, DataError, Recipe, cli
 from hftune.build import load_datasets
-from hftune.data.choices import right_choice, sides
+from hftune.data.choices import right_choices, sides
 from tests.parity.test_fully_sharded import same
 from tests.support.runs import NO_DROPOUT, TINY, train_on
 
@@ -130,26 +130,45 @@ def test_layouts_of_the_hub_are_read_as_they_are(own, layout):
     assert sample["label"] == 1 and second == task.text_tokenizer(*PAIRS[layout])["input_ids"]
 
 
+FEW = ["x", "y", "z"]
+
+
 @pytest.mark.parametrize(
-    ("answer", "choices", "number"),
+    ("answers", "choices", "numbers"),
     [
-        ("C", ["x", "y", "z"], 2),
-        (" b ", ["a", "b"], 1),
-        ("c", ["a", "b"], None),
-        ("D", ["x", "y", "z"], None),
-        (2, ["x", "y", "z"], 2),
-        (3, ["x", "y", "z"], None),
-        (-1, ["x", "y"], None),
-        ("0", ["x", "y"], 0),
-        ("3", ["3", "0"], 0),
-        ("2", {"text": ["x", "y"], "label": ["1", "2"]}, 1),
-        (None, ["x", "y"], None),
-        (True, ["x", "y"], None),
-        ("", ["x", "y"], None),
+        (["C", "A"], [FEW] * 2, [2, 0]),
+        ([" b ", "a"], [["a", "b"]] * 2, [1, 0]),
+        ([2, 0.0], [FEW] * 2, [2, 0]),
+        (["0", "2"], [FEW] * 2, [0, 2]),
+        (["3", "0"], [["3", "0"]] * 2, [0, 1]),  # 3 is no number of a choice
+        (["1", "3"], [["2", "1", "5"], ["3", "4", "5"]], [1, 0]),
+        (["1", "0"], [["0", "1"]] * 2, [1, 0]),  # either way
+        (["A", "C", "D", "B"], [["B", "A", "AB", "O"]] * 4, [0, 2, 3, 1]),  # blood groups by letters
+        (["AB", "A", "B", "O"], [["B", "A", "AB", "O"]] * 4, [2, 1, 0, 3]),  # by texts
+        (["2", "1"], [{"text": ["2", "1"], "label": ["1", "2"]}] * 2, [1, 0]),
+        ([2], [{"text": ["x", "y"], "label": [1, 2]}], [1]),
     ],
 )
-def test_answers_are_labels_texts_letters_or_numbers(answer, choices, number):
-    assert right_choice(answer, choices) == number
+def test_all_answers_are_labels_or_letters_or_numbers_or_texts(answers, choices, numbers):
+    assert right_choices(answers, choices, "Row {}".format) == numbers
+
+
+@pytest.mark.parametrize("answer", ["c", "D", 3, -1, None, True, "", 1.9, float("nan")])
+def test_what_is_none_of_the_choices_is_refused(answer):
+    with pytest.raises(DataError, match=re.escape(f"Row 1 has the answer {answer!r}, which is none of its 3 choices: give its")):
+        right_choices(["B" if isinstance(answer, str) else 1, answer], [FEW] * 2, "Row {}".format)
+
+
+@pytest.mark.parametrize(
+    ("answers", "choices", "message"),
+    [
+        (["0", "1"], ["0", "3", "1", "2"], "Row 1 has the answer '1', which is the number of the choice '3' and the text of"),
+        (["B", "A"], ["B", "A", "AB", "O"], "Row 0 has the answer 'B', which is the letter of the choice 'A' and the text of"),
+    ],
+)
+def test_answers_that_two_readings_understand_differently_are_refused(answers, choices, message):
+    with pytest.raises(DataError, match=f"^{re.escape(message)}.*Give them as whole numbers, 0 for the first"):
+        right_choices(answers, [choices] * 2, "Row {}".format)
 
 
 def test_a_choice_stands_in_the_gap_or_at_the_end_of_its_question():
