@@ -239,7 +239,7 @@ class QuestionAnswering(ManyTexts):
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows with the beginning of each context, and what the f1 lacks to 1 as the error."""
-        (contexts,) = self._read(self.rows["eval"], "context")
+        (contexts,) = self._read(self.rows[self.described], "context")
         return [
             {"context": beginning(context), **row, "error": round(1 - row["f1"], 6)}
             for context, row in zip(contexts, rows, strict=True)

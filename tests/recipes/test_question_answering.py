@@ -113,6 +113,17 @@ def test_loss_and_answers_are_those_of_transformers_heads_window_by_window(runs)
     assert run.logged("eval/loss")[-1] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
+def test_answers_of_a_further_set_are_shown_with_its_own_contexts(tmp_path):
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in facts("eval")[30:33]))
+    task = Recipe.load("question_answering_demo", *WHOLE, f"eval.sets.few={tmp_path}/few.jsonl").task
+    dataset, model = task.datasets()["eval/few"], task.build_model().eval()
+    batch = task.collate([dataset[index] for index in range(3)])
+    with torch.no_grad():
+        rows = task.predictions(model(**task.inputs(batch)), model, batch)
+    vars(task)["described"] = "eval/few"
+    assert [row["context"] for row in task.describe(rows)] == [row["context"] for row in facts("eval")[30:33]]
+
+
 def test_training_samples_are_the_windows_of_transformers_guide():
     task = Recipe.load("question_answering_demo", *WHOLE).task
     samples = load_datasets(Recipe.load("question_answering_demo", *WHOLE))["train"]
