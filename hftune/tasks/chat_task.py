@@ -292,10 +292,8 @@ class ChatTask(TextTask):
         pad = self.text_tokenizer.pad_token_id
         rooms = [most if positions is None else min(most, max(1, positions - len(prompt))) for prompt in prompts]
         answers: dict[int, list[int]] = {}
-        if beside is not None:
-            rooms = [max(rooms)] * len(rooms)
-        for room in sorted(set(rooms)):  # only one, unless a prompt leaves less
-            places = [place for place, own in enumerate(rooms) if own == room]
+        for room in sorted(set(rooms)) if beside is None else [max(rooms)]:  # only one, unless a prompt leaves less
+            places = [place for place, own in enumerate(rooms) if own == room or beside is not None]
             limited = deepcopy(config)
             limited.max_new_tokens = room
             ids_NT, mask_NT = Ragged.of([prompts[place] for place in places]).padded(pad, "left")
@@ -307,7 +305,7 @@ class ChatTask(TextTask):
                 tidy(limited)
             texts_NT = model.generate(**given, generation_config=limited, streamer=streamer)[:, num_read:]
             answers |= zip(places, texts_NT.tolist(), strict=True)
-        return [answers[place] for place in range(len(prompts))]
+        return [answers[place][:room] for place, room in enumerate(rooms)]
 
     def prompt_inputs(self, ids_NT: Tensor, mask_NT: Tensor, beside: Any) -> dict[str, Any]:
         """Return what the model is given to answer prompts, padded on the left, which may get longer by that.

@@ -238,6 +238,20 @@ def test_the_export_answers_in_a_pipeline_as_predict_does(family, models, folder
     assert answers[0]["generated_text"] == together[0]["generated"]
 
 
+def test_a_prompt_that_leaves_less_room_is_answered_as_far_alone_and_beside_a_short_one(models, folder):
+    task = task_of(folder, CHATS, models["llava"])
+    task.datasets()
+    model = task.build_model().eval()
+    model.generation_config.update(max_new_tokens=12, eos_token_id=None)
+    long, short = ({"messages": [asks(text)], "images": [str(folder / "red.png")]} for text in ("what is this? " * 5, "this?"))
+    model.config.text_config.max_position_embeddings = len(task.prompt_ids(0, long)) + 3
+    prompts, config = task._prompts(model, [long, short]), model.generation_config
+    answers = task._generate(model, prompts, config, beside=task.beside([long, short]))
+    assert [*map(len, answers)] == [3, 12]
+    for prompt, value, answer in zip(prompts, (long, short), answers, strict=True):
+        assert task._generate(model, [prompt], config, beside=task.beside([value])) == [answer]
+
+
 def test_inputs_that_cannot_be_answered_are_refused(models, folder):
     task = task_of(folder, CHATS, models["llava"])
     task.datasets()
