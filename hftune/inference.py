@@ -39,7 +39,6 @@ class TrainedModel:
         - ``value``: regression
         - ``entities``, or ``words`` and ``tags``: token classification
         - ``filled`` and ``tokens``: masked language models
-        - ``answer``, with its place and probability: question answering
         - ``answer``, with its place and probability: question answering, multiple choice
         - ``embedding``: embeddings
         - ``image``: restoration
