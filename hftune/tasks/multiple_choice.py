@@ -39,7 +39,7 @@ class MultipleChoice(ManyTexts):
     trained on the texts."""
     context_column: str | None = None
     """Column of what the model reads besides question and choice, such as an article. null: context, article, passage, sent1 or
-    premise, if there is one."""
+    premise, if there is one. "": nothing."""
     question_column: str | None = None
     """Column of the questions, or of the beginnings that the choices go on with. null: question, or another usual name."""
     choices_column: str | None = None
@@ -78,11 +78,13 @@ class MultipleChoice(ManyTexts):
         """Return the columns, and settle on those that are not in all data."""
         names, settled = rows.column_names, copy(self)
         if self.context_column is None:
-            settled.context_column = next((name for name in CONTEXTS if name in names), None)
+            taken = {self.question_column, self.choices_column, self.answer_column, *(self.choices_columns or ())}
+            self.context_column = next((name for name in CONTEXTS if name in {*names} - taken), "")
+        settled.context_column = self.context_column or None
         if self.choices_column is None and self.choices_columns is None and not {*CHOICES} & {*names}:
             settled.choices_columns = sorted(filter(CHOICE.fullmatch, names)) or None
         found = find_columns(self.columns, settled, rows)
-        self.context_column, self.choices_columns = settled.context_column, settled.choices_columns
+        self.choices_columns = settled.choices_columns
         return found
 
     @property
@@ -92,7 +94,7 @@ class MultipleChoice(ManyTexts):
     def _read(self, rows: Any) -> Iterator[tuple[Any, Any, Any]]:
         """Yield context, question and choices of rows, given as lists of the values of each column."""
         choices = [rows[column][:] for column in self.columns_for("choices")]
-        contexts = rows[self.context_column][:] if self.context_column is not None else [None] * len(choices[0])
+        contexts = rows[self.context_column][:] if self.context_column else [None] * len(choices[0])
         listed = choices[0] if self.choices_columns is None else gathered(choices)
         return zip(contexts, rows[self.read_columns["question_column"]][:], listed, strict=True)
 
@@ -188,7 +190,7 @@ class MultipleChoice(ManyTexts):
     # Use
 
     def input_columns(self) -> dict[str, str | None]:
-        context = {} if self.context_column is None else {"context": self.context_column}
+        context = {"context": self.context_column} if self.context_column else {}
         choices = {name: name for name in self.choices_columns or ()} or {"choices": self.choices_column}
         return {**context, "question": self.question_column, **choices}
 
@@ -208,7 +210,7 @@ class MultipleChoice(ManyTexts):
         An input is a list of the question and the list of the choices, the context before them if the task has one; or a text
         with tabs between all of them.
         """
-        rows, before = [], 1 + (self.context_column is not None)
+        rows, before = [], 1 + bool(self.context_column)
         for index, value in enumerate(inputs):
             given = value.split("\t") if isinstance(value, str) else value
             given = [*given[:before], given[before:]] if isinstance(value, str) else given

@@ -211,6 +211,34 @@ def test_keys_that_do_not_fit_are_refused(own, words, message):
         own(GOOD, words=words).validate()
 
 
+@pytest.mark.parametrize(
+    ("words", "context", "asked"),
+    [
+        (("task.question_column=premise",), "", ["leo sang.", ["ida left.", "leo was glad."]]),
+        (("task.context_column=''",), "", ["effect", ["ida left.", "leo was glad."]]),
+        ((), "premise", ["leo sang.", "effect", ["ida left.", "leo was glad."]]),
+    ],
+)
+def test_a_context_is_no_column_that_is_something_else_and_may_be_left_out(own, words, context, asked):
+    task = own(LAYOUTS["copa"], words=words).task
+    (sample,) = task.datasets()["train"]
+    second = sample["input_ids"][sample["texts"][0] :].tolist()
+    pair = (*asked[:-1], "leo was glad.") if len(asked) == 2 else PAIRS["copa"]
+    assert task.context_column == context and second == task.text_tokenizer(*pair)["input_ids"]
+    columns = {name: column or task.read_columns[f"{name}_column"] for name, column in task.input_columns().items()}
+    assert task.raw_inputs({name: [LAYOUTS["copa"][column]] for name, column in columns.items()}) == [asked]
+    assert task.predict(task.build_model().eval(), [asked])[0]["answer"] in asked[-1]
+
+
+def test_a_choice_column_may_be_empty_where_a_question_has_fewer(own):
+    few = {"question": "who sang?", "option_a": "ida", "option_b": "leo", "option_c": None, "answer": "B"}
+    task = own(few, {**few, "option_c": "ben", "answer": "C"}).task
+    assert [(int(sample["label"]), len(sample["texts"])) for sample in task.datasets()["train"]] == [(1, 2), (2, 3)]
+    assert task.raw_inputs({name: [few[name]] for name in few if name != "answer"}) == [["who sang?", ["ida", "leo"]]]
+    with pytest.raises(DataError, match=r"Row 1 of the train split has an empty choice\."):
+        own(few, {**few, "option_b": None, "option_c": "ben"}).task.datasets()
+
+
 def test_columns_that_are_missing_are_named(own):
     row = {"question": "who sang?", "answer": "B", "first": "ida", "second": "leo"}
     with pytest.raises(
