@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import AutoProcessor, pipeline
 
+from hftune import build
+from hftune.config import Recipe
 from hftune.data.messages import ChatError
 from hftune.data.pictures import pictured_chat
 from hftune.errors import ConfigError, DataError
@@ -280,3 +282,17 @@ def test_layers_behind_the_one_that_is_read_are_frozen_with_a_notice(models, fol
     model.datasets()
     trained = {name for name, value in model.build_model().named_parameters() if value.requires_grad}
     assert trained and not any("vision_tower" in name for name in trained) and any("projector" in name for name in trained)
+
+
+def test_the_same_layers_are_frozen_where_processes_share_out_the_weights(models, folder, monkeypatch):
+    words = ("replace=[task.model_config]", f"task.model={models['llava']}", "task.max_length=400", "task.max_train_samples=3")
+    frozen = []
+    for is_sharded in (False, True):
+        monkeypatch.setattr(build, "is_sharded", lambda is_sharded=is_sharded: is_sharded)
+        recipe = Recipe.load("vision_chats_demo", *words, "task.max_eval_samples=3")
+        recipe.task.datasets()
+        model = build.build_model(recipe, leaves_weights=build.may_leave_weights(recipe))
+        frozen.append([name for name, value in model.named_parameters() if not value.requires_grad])
+    assert frozen[0] and frozen[0] == frozen[1]
+    recipe.task.freeze_vision = True
+    assert build.may_leave_weights(recipe)
