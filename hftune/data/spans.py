@@ -62,8 +62,7 @@ def span_of(context: str, value: Any) -> Span | None:
     if not (given := answers_of(value)):
         return None
     text, start = given[0]
-    start += len(text) - len(text.lstrip())
-    return start, start + len(text.strip())
+    return _stripped(context, start, start + len(text))
 
 
 def check_answers(contexts: Sequence[str], answers: Sequence[Any], name: Callable[[int], str]) -> None:
@@ -140,8 +139,8 @@ def windows_of(
 
     Returns:
         of each question, lists of the tokens of all its windows, one after the other: ``input_ids``, ``token_type_ids``, and
-        ``from`` and ``to``, their first character in the context and the one after the last, -1 outside of it; and of one
-        number for each window: ``texts``, its tokens; ``null``, the position of no answer; ``start`` and ``end``, the first
+        ``from`` and ``to``, their first character in the context and the one after the last, without the white space around
+        them, -1 outside of it and of white space alone; and of one number for each window: ``texts``, its tokens; ``null``, the position of no answer; ``start`` and ``end``, the first
         and the last token of the answer, or twice that position if the window does not have all of it. And ``lost``: whether
         no window has it.
     """
@@ -165,9 +164,10 @@ def windows_of(
         for name in of_tokens:
             found[name][row] += encoded[name][index]
         if places:
-            inside = [(*offsets, side) for offsets, side in zip(window.offsets, window.sequence_ids, strict=True)]
-            found["from"][row] += [start if side == 1 and start < end else -1 for start, end, side in inside]
-            found["to"][row] += [end if side == 1 and start < end else -1 for start, end, side in inside]
+            for offsets, side in zip(window.offsets, window.sequence_ids, strict=True):
+                start, end = _stripped(contexts[row], *offsets) if side == 1 else (0, 0)
+                found["from"][row].append(start if start < end else -1)
+                found["to"][row].append(end if start < end else -1)
         ends = [None, None] if span is None else [window.char_to_token(place, 1) for place in (span[0], span[1] - 1)]
         null = ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in ids else 0  # as in BERT
         if None in ends:
@@ -177,6 +177,13 @@ def windows_of(
         for name, number in zip(("texts", "null", "start", "end"), (len(ids), null, *ends), strict=True):
             found[name][row].append(number)
     return found
+
+
+def _stripped(context: str, start: int, end: int) -> Span:
+    """Return the place of a part of a context without the white space around it, which tokens of some models have."""
+    text = context[start:end]
+    start += len(text) - len(text.lstrip())
+    return start, start + len(text.strip())
 
 
 def best_spans(

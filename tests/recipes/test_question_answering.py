@@ -7,13 +7,13 @@ import re
 import pytest
 import torch
 from torchmetrics.functional.text import squad
-from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+from transformers import AutoModelForQuestionAnswering, AutoTokenizer, DebertaV2Tokenizer, XLMRobertaTokenizer
 
 import hftune
 from hftune import ConfigError, DataError, Recipe, cli
 from hftune.build import load_datasets
 from hftune.data.demo import facts
-from hftune.data.spans import best_spans, ranked
+from hftune.data.spans import best_spans, ranked, windows_of
 from hftune.metrics.squad import answer_scores, split_scores
 from tests.parity.test_fully_sharded import same
 from tests.support.runs import NO_DROPOUT, TINY, train_on
@@ -188,6 +188,19 @@ def test_spans_stay_inside_the_context_and_the_longest_length():
     assert [(span["answer"], span["start"], span["end"]) for span in spans] == [("abc", 0, 3), ("def", 4, 7)] and lead == 1.0
     shares = torch.tensor([2.0, 2.0, 3.0]).softmax(0).tolist()
     assert [*(span["probability"] for span in spans), nothing["probability"]] == pytest.approx(shares, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", [DebertaV2Tokenizer, XLMRobertaTokenizer])
+def test_answers_begin_and_end_with_their_words_if_tokens_have_the_space_before_them(kind):
+    special = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"] if kind is DebertaV2Tokenizer else ["<s>", "<pad>", "</s>", "<unk>"]
+    words = ["\u2581", "\u2581Who", "\u2581sang", "?", "\u2581On", "\u2581Monday", "\u2581Ida", "."]
+    tokenizer = kind(vocab=[*((name, 0.0) for name in special), *((name, -3.0) for name in words)])
+    context = "On Monday  Ida sang."
+    found = windows_of(["Who sang?"], [context], [(11, 14)], tokenizer, 30, 5, token_types=False, places=True)
+    places = [*zip(found["from"][0], found["to"][0], strict=True)]
+    ((first,), (last,)) = found["start"][0], found["end"][0]
+    assert (places[first][0], places[last][1]) == (11, 14)
+    assert [context[start:end] for start, end in places if start >= 0] == ["On", "Monday", "Ida", "sang", "."]
 
 
 @pytest.fixture
