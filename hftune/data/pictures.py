@@ -7,6 +7,7 @@ tokens are part of a sample, and counted in its length. The pixels are not: pict
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -28,6 +29,8 @@ from hftune.errors import ConfigError, DataError, first_line
 
 SOURCES = ("image", "path", "url", "image_url")
 """Keys under which a part of a message has its picture itself: a path, bytes, or a Pillow image."""
+MAY_NAME = re.compile(rf"^(large_)?string|json|\b({'|'.join(SOURCES)}): ")
+"""What the type of a column, as Arrow writes it, has if messages in it may have pictures themselves: JSON, or these keys."""
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 """What a processor returns beside the inputs that it makes of pictures."""
 
@@ -57,10 +60,9 @@ def pictured_chat(
     for place, message in enumerate(messages):
         for number, part in enumerate(message[PARTS]):
             if part["type"] == "image":
-                source = next((part[key] for key in SOURCES if part.get(key) is not None), None)
-                if source is None:
-                    source, used = (given[used] if used < len(given) else None), used + 1
-                found.append(source.get("url") if isinstance(source, Mapping) and "url" in source else source)
+                if (source := _source(part)) is None:
+                    source, used = (_source({"image": given[used]}) if used < len(given) else None), used + 1
+                found.append(source)
                 if isinstance(found[-1], str) and found[-1].startswith(("http:", "https:", "data:")):
                     raise ChatError(f"Message {place} has its picture at {found[-1][:60]}. Give the path of a file instead.")
                 message[PARTS][number] = {"type": "image"}
@@ -69,6 +71,12 @@ def pictured_chat(
         where = f"column {columns['image_column']!r} has" if "image_column" in columns else "there are"
         raise ChatError(f"Its messages have {places}, and {where} {len(given)}.")
     return messages, tools, found
+
+
+def _source(part: Mapping[str, Any]) -> Any:
+    """Return the picture that a part of a message has itself, None if it has none."""
+    source = next((part[key] for key in SOURCES if part.get(key) is not None), None)
+    return source["url"] if isinstance(source, Mapping) and "url" in source else source
 
 
 def open_picture(source: Any, name: str, folder: str | None = None) -> Image.Image:
@@ -251,8 +259,11 @@ def states_of_pictures(rows: Any, columns: Mapping[str, str], folder: str | None
         if pa.types.is_struct(values.type):
             values = pc.struct_field(values, "path").filter(pc.struct_field(values, "bytes").is_null())
         paths = [path for path in values.to_pylist() if isinstance(path, str)]
-    else:
+        rows = rows.remove_columns(columns["image_column"])
+    texts = [columns[key] for key in ("messages_column", "prompt_column", "completion_column") if key in columns]
+    if any(MAY_NAME.search(str(rows.features.arrow_schema.field(name).type)) for name in texts):
         for row in rows:
             with suppress(ChatError):  # which encoding it reports
-                paths += [source for source in pictured_chat(row, columns)[2] if isinstance(source, str)]
+                parts = [part for message in chat_of(row, columns, pictured=True)[0] for part in message[PARTS]]
+                paths += [source for source in map(_source, parts) if isinstance(source, str)]
     return [state_of(Path(folder or "").expanduser() / Path(path).expanduser()) for path in paths]

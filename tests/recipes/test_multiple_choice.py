@@ -155,7 +155,9 @@ def test_all_answers_are_labels_or_letters_or_numbers_or_texts(answers, choices,
 
 @pytest.mark.parametrize("answer", ["c", "D", 3, -1, None, True, "", 1.9, float("nan")])
 def test_what_is_none_of_the_choices_is_refused(answer):
-    with pytest.raises(DataError, match=re.escape(f"Row 1 has the answer {answer!r}, which is none of its 3 choices: give its")):
+    with pytest.raises(
+        DataError, match=re.escape(f"Row 1 has the answer {answer!r}, which is none of its 3 choices: give its")
+    ):
         right_choices(["B" if isinstance(answer, str) else 1, answer], [FEW] * 2, "Row {}".format)
 
 

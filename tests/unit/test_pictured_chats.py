@@ -1,6 +1,7 @@
 """Chats with pictures: what is read of rows, what processors make of them, and what does not fit together."""
 
 import json
+import os
 import re
 import shutil
 
@@ -182,6 +183,25 @@ def test_pictures_that_cannot_be_read_are_refused_with_their_row(models, folder)
         with pytest.raises(DataError) as error:
             task_of(folder, rows, models["llava"]).datasets()
         assert str(error.value).startswith(f"The train split cannot be trained on, at row 1: {reason}")
+
+
+@pytest.mark.parametrize("how", ["parts", "text"])
+def test_all_files_that_rows_name_are_looked_at_again_each_time(how, models, folder, tmp_path):
+    for name in ("red.png", "blue.png"):
+        shutil.copy(folder / name, tmp_path)
+    asked = [asks({**IMAGE, "path": "red.png"}, IMAGE, "what are these?"), says("a ring.")]
+    rows = [{"messages": asked if how == "parts" else json.dumps(asked), "images": ["blue.png"]}]
+    rows += [{"messages": [asks("what is this?"), says("a ring.")], "images": ["blue.png"]}] if how == "parts" else []
+    task = task_of(tmp_path, rows, models["llava"])
+    task.datasets()
+    states = [task.depends_on("train")]
+    for name in ("red.png", "blue.png"):
+        shutil.copy(folder / "green.png", tmp_path / name)
+        os.utime(tmp_path / name, (1, len(states)))
+        states.append(task.depends_on("train"))
+    assert states[0] != states[1] != states[2] != states[0]
+    (tmp_path / "red.png").unlink()
+    assert task.depends_on("train") != states[2]
 
 
 def test_pictures_that_are_too_large_for_max_length_are_counted(models, folder):
