@@ -56,8 +56,8 @@ def right_choices(answers: Sequence[Any], choices: Sequence[Any], name: Callable
             if number != other:
                 texts = texts_of(choices[index])
                 raise DataError(
-                    f"{name(index)} has the answer {answers[index]!r}, which is the {way} of the choice {texts[number]!r} and the "
-                    f"text of another one, and all answers can be read either way. Give them as whole numbers, 0 for the first."
+                    f"{name(index)} has the answer {answers[index]!r}, which is the {way} of the choice {texts[number]!r} and "
+                    "the text of another one, and all answers can be read either way. Give them as whole numbers, 0 for the first."
                 )
     return found[way]
 
@@ -89,7 +89,7 @@ def _place(answer: Any, names: Sequence[Any]) -> int | None:
 
 
 WAYS = {"label": _label, "letter": _letter, "number": _number, "text": _text}
-"""What an answer may be: the label that the choices give it, a letter from A on, a number from 0 on, or the text of a choice."""
+"""What an answer may be: the label that the choices give it, a letter from A on, a number from 0 on, or a choice's text."""
 
 
 def sides(context: str | None, question: str, choices: Sequence[str]) -> list[tuple[str, str]]:

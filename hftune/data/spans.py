@@ -140,9 +140,9 @@ def windows_of(
     Returns:
         of each question, lists of the tokens of all its windows, one after the other: ``input_ids``, ``token_type_ids``, and
         ``from`` and ``to``, their first character in the context and the one after the last, without the white space around
-        them, -1 outside of it and of white space alone; and of one number for each window: ``texts``, its tokens; ``null``, the position of no answer; ``start`` and ``end``, the first
-        and the last token of the answer, or twice that position if the window does not have all of it. And ``lost``: whether
-        no window has it.
+        them, -1 outside of it and of white space alone; and of one number for each window: ``texts``, its tokens; ``null``,
+        the position of no answer; ``start`` and ``end``, the first and the last token of the answer, or twice that position if
+        the window does not have all of it. And ``lost``: whether no window has it.
     """
     encoded = tokenizer(
         [question.strip() for question in questions],

@@ -48,8 +48,8 @@ class MultipleChoice(ManyTexts):
     """Columns with a choice each, such as [ending0, ending1], instead of choices_column. null: those with usual names, if there
     is no column of lists."""
     answer_column: str | None = None
-    """Column that names the right choice: its label, its letter (A for the first), its number (0 for the first), or its text; in
-    all rows in the same way. null: answer, answerKey or label."""
+    """Column that names the right choice: its label, its letter (A for the first), its number (0 for the first), or its text;
+    in all rows in the same way. null: answer, answerKey or label."""
     max_length: int = key(512, ge=3)
     """Maximum length of context, question and a choice together, in tokens; of the two texts that the model reads, the longer
     one is truncated at the end."""
