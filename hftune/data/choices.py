@@ -57,7 +57,7 @@ def right_choices(answers: Sequence[Any], choices: Sequence[Any], name: Callable
                 texts = texts_of(choices[index])
                 raise DataError(
                     f"{name(index)} has the answer {answers[index]!r}, which is the {way} of the choice {texts[number]!r} and "
-                    "the text of another one, and all answers can be read either way. Give them as whole numbers, 0 for the first."
+                    "the text of another, and all answers can be read either way. Give them as whole numbers, 0 for the first."
                 )
     return found[way]
 
