@@ -28,12 +28,12 @@ def runs(tmp_path_factory):
     again = (*WHOLE, "checkpoint.every=2", f"output_dir={folder}/resumed")
     alone = {f"micro {size}": (*WHOLE, *NO_DROPOUT, f"train.micro_batch_size={size}") for size in (5, 12)}
     found = {f"{job} on 1": run for job, run in train_on(1, {"whole": WHOLE, **alone}, folder, name).items()}
-    two = {"whole": WHOLE, "stopped": again, "resumed": again}
-    found |= train_on(2, two, folder, name, stops={"stopped": (3, 0)})
+    two = {"whole": WHOLE, "sharded": WHOLE, "stopped": again, "resumed": again}
+    found |= train_on(2, two, folder, name, stops={"stopped": (3, 0)}, sharded=["sharded"])
     return found | {"whole on 4": train_on(4, {"whole": WHOLE}, folder, name)["whole"]}
 
 
-@pytest.mark.parametrize("name", ["whole", "whole on 4"])
+@pytest.mark.parametrize("name", ["whole", "whole on 4", "sharded"])
 def test_losses_gradient_norms_and_choices_are_those_of_one_process_with_dropout(runs, name):
     same(runs[name], runs["whole on 1"])
     assert runs[name].result["metrics"] == pytest.approx(runs["whole on 1"].result["metrics"], rel=1e-4)
