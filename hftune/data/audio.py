@@ -5,7 +5,7 @@ Independent of tasks. soundfile decodes, soxr resamples; both are imported when 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -58,20 +58,21 @@ def _row(column: Any, index: int) -> Any:
     return column.flat[column.offsets[index] : column.offsets[index + 1]] if isinstance(column, Ragged) else column[index]
 
 
-def decode_recordings(rows: datasets.Dataset, column: str, split: str, rate: int, folder: Path | None = None) -> Ragged:
+def decode_recordings(rows: datasets.Dataset, column: str, split: str, rate: int, folders: Sequence[Path] = ()) -> Ragged:
     """Decode a column of recordings once per machine: the samples of each, one channel of ``rate`` Hz, float32.
 
     Args:
         column: of files, as datasets stores them; of arrays with their rate, {array, sampling_rate}; or of paths.
-        folder: to which paths are relative.
+        folders: those of the tables, to which paths are relative.
 
     Raises:
         ConfigError: a library that decodes or resamples them is missing.
-        DataError: a recording cannot be read or is empty; the message names the first one.
+        DataError: a recording cannot be read or is empty, the message names the first one; or paths are relative to tables in
+            several folders.
     """
     rows = rows.select_columns([column])
     if is_text(rows.features[column]):
-        values = [located(path, folder) for path in rows[column][:]]
+        values = [located(path, folders, split) for path in rows[column][:]]
         rows = datasets.Dataset.from_dict({column: values}).cast_column(column, datasets.Audio(decode=False))
     has_files = isinstance(rows.features[column], datasets.Audio)
 
@@ -109,10 +110,19 @@ def _version(library: str) -> str | None:
         return None
 
 
-def located(path: str | None, folder: Path | None) -> str | None:
-    """Return a path beside the table that names it, or as it is."""
-    beside = folder / path if folder is not None and path else None
-    return str(beside) if beside is not None and beside.exists() else path
+def located(path: str | None, folders: Sequence[Path], split: str) -> str | None:
+    """Return a path beside the table that names it, or as it is.
+
+    Raises:
+        DataError: there are tables in several folders, so that it may be of another one's.
+    """
+    beside = next((folder / path for folder in folders if (folder / path).exists()), None) if path else None
+    if beside is not None and len(folders) > 1 and not Path(str(path)).is_absolute():
+        raise DataError(
+            f"The tables of the {split} split are in {len(folders)} folders, and name recordings by relative paths, such as "
+            f"{path}: which folder they are in is not known. Make the paths absolute, or put the tables into one folder."
+        )
+    return path if beside is None else str(beside)
 
 
 def read_audio(stored: Any, name: str, rate: int) -> np.ndarray:

@@ -131,7 +131,7 @@ class AudioTask(FolderTask):
         from hftune.data.audio import decode_recordings
 
         column, rate, folders = self.read_columns["audio_column"], self.listener.rate, self._folders
-        found = {split: decode_recordings(rows, column, split, rate, folders.get(split)) for split, rows in self.rows.items()}
+        found = {split: decode_recordings(rows, column, split, rate, folders[split]) for split, rows in self.rows.items()}
         for split, own in found.items():
             frames_N, least = (
                 self.listener.num_frames(self.named_config, own.lengths),
@@ -147,13 +147,13 @@ class AudioTask(FolderTask):
         return found
 
     @property
-    def _folders(self) -> dict[str, Path]:
+    def _folders(self) -> dict[str, list[Path]]:
         """Folders of the tables, to which paths in them are relative, by split."""
         found = {}
         for split in self.rows:
             source = self.source_of(split)
-            if source.kind == "files" and (files := local_files(source.paths(split if split in source.files else "train")[0])):
-                found[split] = Path(files[0]).parent
+            paths = source.paths(split if split in source.files else "train") if source.kind == "files" else []
+            found[split] = sorted({Path(file).parent for path in paths for file in local_files(path)})
         return found
 
     def lengths(self, dataset: Recordings) -> np.ndarray | None:

@@ -95,9 +95,9 @@ def test_what_is_no_recording_is_said(stored, said):
 
 def test_rows_are_decoded_once_and_the_first_broken_one_is_named(folder, tmp_path):
     rows = datasets.Dataset.from_dict({"path": ["train/hiss/1.flac", "train/hum/0.wav"], "label": [0, 1]})
-    found = decode_recordings(rows, "path", "train", RATE, folder)
+    found = decode_recordings(rows, "path", "train", RATE, [folder])
     np.testing.assert_array_equal(found.rows()[1], read_audio(folder / "train/hum/0.wav", "", RATE))
-    again = decode_recordings(rows, "path", "train", RATE, folder)
+    again = decode_recordings(rows, "path", "train", RATE, [folder])
     assert again.flat.filename == found.flat.filename
     (tmp_path / "broken.wav").write_bytes(b"nothing")
     rows = datasets.Dataset.from_dict({"path": [str(folder / "train/hum/0.wav"), str(tmp_path / "broken.wav")]})
@@ -322,6 +322,25 @@ def test_folders_and_tables_of_files_give_the_same_recordings(folder, monkeypatc
     assert found[0] == found[1] and len(found[0]) == 12
     assert by_folder.task.labels == by_table.task.labels == ["hiss", "hum"]
     assert by_table.task.read_columns["audio_column"] == "path"
+
+
+def test_paths_relative_to_tables_in_several_folders_are_refused(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        soundfile.write(tmp_path / name / "0.wav", noise(0.3, ord(name)), RATE)
+        (tmp_path / name / "clips.csv").write_text(f"path,label\n0.wav,{name}\n")
+    for tables in (f"[{tmp_path}/a/clips.csv,{tmp_path}/b/clips.csv]", f"{tmp_path}/*/clips.csv"):
+        words = ("task.dataset=null", f"task.data_files={{train: {tables}, eval: {tmp_path}/a/clips.csv}}")
+        task = small("audio_classification_demo", *words, "task.eval_share=null").task
+        with pytest.raises(DataError, match=r"The tables of the train split are in 2 folders, .* such as 0.wav: which folder"):
+            task.datasets()
+        for name in "ab":
+            (tmp_path / name / "clips.csv").write_text(f"path,label\n{tmp_path}/{name}/0.wav,{name}\n")
+        first, second = small("audio_classification_demo", *words, "task.eval_share=null").task.audio["train"].rows()
+        np.testing.assert_array_equal(first, read_audio(tmp_path / "a/0.wav", "", RATE))
+        np.testing.assert_array_equal(second, read_audio(tmp_path / "b/0.wav", "", RATE))
+        for name in "ab":
+            (tmp_path / name / "clips.csv").write_text(f"path,label\n0.wav,{name}\n")
 
 
 def test_a_trained_classifier_answers_files_tables_and_in_transformers(folder, tmp_path, capsys):
