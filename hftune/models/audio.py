@@ -213,8 +213,11 @@ def _count_frames(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> No
     layer.layer_norm.num_frames_B = None if mask_BT is None else (mask_BT.sum(-1) - size) // stride + 1
 
 
-def check_padding(model: PreTrainedModel, listener: Listener, **inputs: Any) -> None:
+def check_padding(model: PreTrainedModel, listener: Listener, **inputs: Tensor) -> None:
     """Compare a recording alone with the same one beside a longer one, unless all are padded to one length anyway.
+
+    Args:
+        inputs: what the model is given of each besides, (1, T).
 
     Raises:
         ConfigError: the model cannot take it, or its output depends on the other one, as it then would on the micro-batches.
@@ -225,7 +228,12 @@ def check_padding(model: PreTrainedModel, listener: Listener, **inputs: Any) -> 
     short_T = noise_T[: listener.rate * 3 // 5]
     try:
         with trying(model):
-            alone, beside = (model(**listener(audio), **inputs).logits[0].float() for audio in ([short_T], [short_T, noise_T]))
+            alone, beside = (
+                model(**listener(audio), **{name: value.repeat(len(audio), 1) for name, value in inputs.items()})
+                .logits[0]
+                .float()
+                for audio in ([short_T], [short_T, noise_T])
+            )
     except (ValueError, RuntimeError, TypeError, KeyError, IndexError) as error:
         raise ConfigError(f"{listener.name} does not take what its feature extractor makes: {message_of(error)}.") from error
     difference = float((alone - beside[: len(alone)]).abs().max()) / max(1.0, float(alone.abs().max()))

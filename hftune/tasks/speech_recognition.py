@@ -356,7 +356,7 @@ class SpeechToText(Transcription):
     """Generation settings, such as num_beams or length_penalty: fields of transformers' GenerationConfig."""
 
     auto_class = "AutoModelForSpeechSeq2Seq"
-    examples = "openai/whisper-small or UsefulSensors/moonshine-base"
+    examples = "openai/whisper-small or distil-whisper/distil-large-v3"
     libraries = (*Transcription.libraries, "hftune.models.generation")
 
     # Texts
@@ -435,6 +435,10 @@ class SpeechToText(Transcription):
         return changed(tidy(config, self.generation), {"max_new_tokens": self.max_target_length, **self.generation})
 
     def build_model(self) -> PreTrainedModel:
+        import torch
+
+        from hftune.models.audio import check_padding
+
         config = deepcopy(self.named_config)
         if self.model is None:
             tokens = self.text_tokenizer
@@ -448,6 +452,7 @@ class SpeechToText(Transcription):
                 f"decoder's {positions} positions. Lower it."
             )
         model.generation_config = deepcopy(self._generation_config)
+        check_padding(model, self.listener, decoder_input_ids=torch.tensor([self.start], device=model.device))
         return model
 
     def lengths(self, dataset: Recordings) -> np.ndarray:

@@ -221,6 +221,21 @@ def test_the_loss_is_that_of_all_alignments_and_of_transformers():
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
 
 
+def test_an_encoder_decoder_whose_norms_count_padding_is_refused():
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 300}
+    sizes |= {
+        f"{side}_{name}": count
+        for side in ("encoder", "decoder")
+        for name, count in (("num_hidden_layers", 1), ("num_attention_heads", 2), ("num_key_value_heads", 2))
+    }
+    task = quick("speech_to_text_demo").task
+    task.named_config = CONFIG_MAPPING["moonshine"](**sizes)
+    task.listener = Listener(new_feature_extractor(CONFIG_MAPPING["wav2vec2"]()), "task.model=moonshine")
+    torch.manual_seed(0)
+    with pytest.raises(ConfigError, match="this MoonshineForConditionalGeneration answers .* depends on how long"):
+        task.build_model()
+
+
 def test_error_rates_are_those_of_the_whole_split():
     texts, references = ["a b c", "", "x y z w"], ["a d c e", "b", "x y"]
     found = error_rates(texts, references)
