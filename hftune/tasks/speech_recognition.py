@@ -192,7 +192,7 @@ class SpeechRecognition(Transcription):
 
     vocabulary: Literal["auto", "model", "texts"] = key("auto", changes="model")
     """The characters that the model writes. model: those of its tokenizer; texts: those of the training texts, sorted, with a
-    new head; auto: of its tokenizer, if it has one."""
+    new head unless they are the model's; auto: of its tokenizer, if it has one."""
 
     auto_class = "AutoModelForCTC"
     examples = "facebook/wav2vec2-base, facebook/hubert-large-ll60k or microsoft/wavlm-large"
@@ -218,6 +218,15 @@ class SpeechRecognition(Transcription):
         if self.model is None or self.vocabulary == "texts":
             return False
         return self.vocabulary == "model" or has_tokenizer(self.model, self.model_commit)
+
+    @property
+    def _own_vocabulary(self) -> dict[str, int] | None:
+        """Numbers of the tokens of the model's own tokenizer, if it has one."""
+        from hftune.models.audio import has_tokenizer
+        from hftune.models.pretrained import load_tokenizer
+
+        model, commit = str(self.model), self.model_commit
+        return load_tokenizer(model, commit=commit).get_vocab() if has_tokenizer(model, commit) else None
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return self.text_tokenizer([*texts])["input_ids"]
@@ -292,6 +301,8 @@ class SpeechRecognition(Transcription):
 
     def build_model(self) -> PreTrainedModel:
         from hftune.models.audio import check_padding
+        from hftune.models.kinds import drawn_parameters
+        from hftune.models.pretrained import loading
 
         tokens, config = self.text_tokenizer, deepcopy(self.named_config)
         config.pad_token_id = tokens.pad_token_id
@@ -299,7 +310,15 @@ class SpeechRecognition(Transcription):
             setattr(config, name, getattr(tokens, name))
         if not self._keeps_vocabulary:
             config.vocab_size = len(tokens)
-        model = self.load_model(config)
+        has_new_head = self.model is not None and not self._keeps_vocabulary and tokens.get_vocab() != self._own_vocabulary
+        with loading(**({"unread": False} if has_new_head else {})):
+            model = self.load_model(config)
+        for name, child in model.named_children() if has_new_head else ():
+            # transformers keeps a head for as many other characters
+            if child is not model.base_model and hasattr(child, "reset_parameters"):
+                child.reset_parameters()
+                drawn = {*drawn_parameters(model), *(f"{name}.{own}" for own, _ in child.named_parameters())}
+                model.drawn_parameters = sorted(drawn)
         check_padding(model, self.listener)
         return model
 

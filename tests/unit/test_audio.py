@@ -21,6 +21,7 @@ from hftune.cli import main
 from hftune.data.audio import decode_recordings, read_audio, spectrogram_picture
 from hftune.metrics.speech import error_rates
 from hftune.models.audio import Listener, character_tokenizer, check_padding, ignore_padding, new_feature_extractor
+from hftune.models.pretrained import loading
 
 RATE = 16_000
 SIZES = {
@@ -221,6 +222,32 @@ def test_the_loss_is_that_of_all_alignments_and_of_transformers():
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("unread", [False, True])
+def test_the_head_is_a_new_one_also_for_as_many_other_characters(tmp_path, unread):
+    task = quick("ctc_demo").task
+    model = task.build_model()
+    torch.nn.init.constant_(model.lm_head.weight, 7.0)
+    task.save(model, tmp_path / "first")
+    given = (f"task.model={tmp_path / 'first'}", "task.model_config=null")
+    other = quick("ctc_demo", *given, "task.vocabulary=texts", "task.case=upper").task
+    with loading(unread=unread):
+        found = other.build_model()
+    assert len(other.text_tokenizer) == len(task.text_tokenizer) and {"lm_head.weight", "lm_head.bias"} == {
+        *found.drawn_parameters
+    }
+    assert found.lm_head.weight.abs().max() < 1
+    body = {name: value for name, value in model.state_dict().items() if not name.startswith("lm_head")}
+    for name, value in body.items():
+        torch.testing.assert_close(found.state_dict()[name], value)
+    other.save(found, tmp_path / "second")
+    again = other.load(tmp_path / "second")
+    for name, value in found.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], value)
+    for vocabulary in ("texts", "auto"):  # the same characters
+        same = quick("ctc_demo", *given, f"task.vocabulary={vocabulary}").task
+        assert (same.build_model().lm_head.weight == 7).all()
+
+
 def test_an_encoder_decoder_whose_norms_count_padding_is_refused():
     sizes = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 300}
     sizes |= {
@@ -232,7 +259,7 @@ def test_an_encoder_decoder_whose_norms_count_padding_is_refused():
     task.named_config = CONFIG_MAPPING["moonshine"](**sizes)
     task.listener = Listener(new_feature_extractor(CONFIG_MAPPING["wav2vec2"]()), "task.model=moonshine")
     torch.manual_seed(0)
-    with pytest.raises(ConfigError, match="this MoonshineForConditionalGeneration answers .* depends on how long"):
+    with pytest.raises(ConfigError, match=r"this MoonshineForConditionalGeneration answers .* depends on how long"):
         task.build_model()
 
 
