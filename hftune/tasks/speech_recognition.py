@@ -332,7 +332,10 @@ class SpeechRecognition(Transcription):
         return self.sample_losses(outputs, target).sum()
 
     def sample_losses(self, outputs: Any, target: Mapping[str, Tensor]) -> Tensor:
-        """Return the negative log-probability of each text, (N,) float32 or float64."""
+        """Return the negative log-probability of each text, (N,) float32 or float64.
+
+        It is computed on the CPU, also for logits elsewhere: on GPUs, torch adds its gradients up in any order.
+        """
         import torch
         from torch.nn.functional import ctc_loss
 
@@ -340,9 +343,10 @@ class SpeechRecognition(Transcription):
         logits_NFV = logits_NFV if logits_NFV.dtype == torch.float64 else logits_NFV.float()
         counts_N = (labels_NT != NO_LABEL).sum(1)
         log_probs_FNV = logits_NFV.log_softmax(-1).transpose(0, 1)
-        with torch.backends.cudnn.flags(enabled=False):  # which takes labels on the CPU only
-            blank = self.text_tokenizer.pad_token_id
-            return ctc_loss(log_probs_FNV, labels_NT.clamp(min=0), target["frames"], counts_N, blank, reduction="none")
+        given = (log_probs_FNV, labels_NT.clamp(min=0), target["frames"], counts_N)
+        log_probs_FNV, labels_NT, frames_N, counts_N = (value.cpu() for value in given)
+        blank = self.text_tokenizer.pad_token_id
+        return ctc_loss(log_probs_FNV, labels_NT, frames_N, counts_N, blank, reduction="none").to(logits_NFV.device)
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Return rows of target and generated: the most probable token of each frame, without repetitions and blanks."""

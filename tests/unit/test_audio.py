@@ -12,6 +12,7 @@ import soundfile
 import soxr
 import torch
 import torchmetrics.functional.text as oracle
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import CONFIG_MAPPING, AutoModelForAudioClassification, GenerationMixin, pipeline
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -246,6 +247,21 @@ def test_the_head_is_a_new_one_also_for_as_many_other_characters(tmp_path, unrea
     for vocabulary in ("texts", "auto"):  # the same characters
         same = quick("ctc_demo", *given, f"task.vocabulary={vocabulary}").task
         assert (same.build_model().lm_head.weight == 7).all()
+
+
+def test_the_loss_of_ctc_is_computed_on_the_cpu_wherever_logits_are(monkeypatch):
+    task = quick("ctc_demo").task
+    task.text_tokenizer = character_tokenizer(["ab"])
+    devices = []
+    monkeypatch.setattr(
+        "torch.nn.functional.ctc_loss",
+        lambda *given, **options: devices.extend(value.device.type for value in given[:4]) or given[0].sum((0, 2)),
+    )
+    with FakeTensorMode():
+        logits = torch.randn(2, 5, 5, device="cuda")
+        target = {"labels": torch.full((2, 3), 3, device="cuda"), "frames": torch.full((2,), 5, device="cuda")}
+        found = task.sample_losses(CausalLMOutput(logits=logits), target)
+    assert devices == ["cpu"] * 4 and found.device.type == "cuda" and found.shape == (2,)
 
 
 def test_an_encoder_decoder_whose_norms_count_padding_is_refused():
