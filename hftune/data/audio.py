@@ -25,6 +25,8 @@ from hftune.errors import ConfigError, DataError
 
 CHUNK = 200
 """Recordings that are decoded together: few enough to hold all of them in memory."""
+LOUDEST = 100
+"""Samples beyond this are integers that were not scaled, not recordings that are too loud, or normalized."""
 PICTURE = (128, 400)
 """Most rows and columns of a spectrogram's picture."""
 
@@ -75,8 +77,13 @@ def decode_recordings(rows: datasets.Dataset, column: str, split: str, rate: int
         values = [located(path, folders, split) for path in rows[column][:]]
         rows = datasets.Dataset.from_dict({column: values}).cast_column(column, datasets.Audio(decode=False))
     has_files = isinstance(rows.features[column], datasets.Audio)
+    kind = rows.features[column]["array"] if isinstance(rows.features[column], dict) else None
+    while hasattr(kind, "feature"):
+        kind = kind.feature
 
     def samples(stored: Any, index: int) -> np.ndarray:
+        if kind is not None and stored is not None and stored["array"] is not None:  # of lists, the width is not known
+            stored = {**stored, "array": np.asarray(stored["array"], kind.dtype)}
         return read_audio(stored, name_of(rows, index, split), rate)
 
     lengths: list[int] = []
@@ -130,12 +137,13 @@ def read_audio(stored: Any, name: str, rate: int) -> np.ndarray:
 
     Args:
         stored: a path; an array at ``rate``, (T,) or with a second dimension of channels; such an array and its rate,
-            {array, sampling_rate}; or a file, {bytes, path}.
+            {array, sampling_rate}; or a file, {bytes, path}. Arrays of integers of up to 32 bits are scaled to [-1, 1], as
+            those of files are.
         name: which one it is, at the beginning of messages.
 
     Raises:
         ConfigError: a library that decodes or resamples it is missing.
-        DataError: it cannot be read, is empty, or has values that are not finite.
+        DataError: it cannot be read, is empty, or has values that are not finite or far beyond [-1, 1].
     """
     if isinstance(stored, str | Path):
         stored = {"bytes": None, "path": str(Path(stored).expanduser())}
@@ -146,7 +154,7 @@ def read_audio(stored: Any, name: str, rate: int) -> np.ndarray:
     if not isinstance(stored, Mapping) or not {"array", "bytes", "path"} & stored.keys():
         raise DataError(f"{name} is a {type(stored).__name__}, not a path, an array, or {{array, sampling_rate}}.")
     if stored.get("array") is not None:
-        samples, own = np.asarray(stored["array"], np.float32), stored.get("sampling_rate")
+        samples, own = _scaled(np.asarray(stored["array"]), name), stored.get("sampling_rate")
         if samples.ndim not in (1, 2) or not own:
             raise DataError(f"{name} has an array {samples.shape} with sampling_rate={own}. Give (T,) or channels, and a rate.")
         samples = samples if samples.ndim == 1 else samples.mean(int(np.argmin(samples.shape)))
@@ -162,6 +170,19 @@ def read_audio(stored: Any, name: str, rate: int) -> np.ndarray:
         if len(samples) == 0:
             raise DataError(f"{name} is too short to be resampled from {own} to {rate} Hz. Remove it.")
     return np.ascontiguousarray(samples, np.float32)
+
+
+def _scaled(samples: np.ndarray, name: str) -> np.ndarray:
+    is_whole = samples.dtype.kind in "iu"
+    if is_whole and samples.dtype.itemsize <= 4:
+        width = np.iinfo(samples.dtype)
+        half = (int(width.max) - int(width.min) + 1) // 2
+        return ((samples.astype(np.float64) - (width.min + half)) / half).astype(np.float32)
+    if samples.size and (1 if is_whole else LOUDEST) < (most := np.abs(samples).max()) < np.inf:
+        raise DataError(
+            f"{name} has samples of up to {most:g}, not within [-1, 1]. Divide them by the largest, 32768 for int16."
+        )
+    return samples.astype(np.float32)
 
 
 def _decoded(stored: Mapping[str, Any], name: str) -> tuple[np.ndarray, int]:

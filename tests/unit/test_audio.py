@@ -77,6 +77,19 @@ def test_stereo_at_48_khz_is_mixed_and_resampled_and_arrays_and_bytes_are_read_a
     np.testing.assert_array_equal(read_audio(found, "It", RATE), found)
 
 
+@pytest.mark.parametrize(("kind", "subtype"), [("int16", "PCM_16"), ("int32", "PCM_32"), ("uint8", "PCM_U8")])
+def test_integers_are_scaled_as_those_of_files_are(tmp_path, kind, subtype):
+    soundfile.write(tmp_path / "a.wav", noise(0.1), RATE, subtype=subtype)
+    expected = read_audio(tmp_path / "a.wav", "It", RATE)
+    least, half = (0, 128) if kind == "uint8" else (np.iinfo(kind).min, -np.iinfo(kind).min)
+    stored = np.rint(expected.astype(np.float64) * half + least + half).astype(kind)
+    for given in (stored, {"array": stored, "sampling_rate": RATE}):
+        np.testing.assert_allclose(read_audio(given, "It", RATE), expected, atol=1e-7)
+    for array in (stored, np.stack([stored, stored])):
+        rows = datasets.Dataset.from_list([{"sound": {"array": array, "sampling_rate": RATE}}])
+        assert np.array_equal(decode_recordings(rows, "sound", "train", RATE).flat, read_audio(given, "It", RATE))
+
+
 @pytest.mark.parametrize(
     ("stored", "said"),
     [
@@ -85,6 +98,8 @@ def test_stereo_at_48_khz_is_mixed_and_resampled_and_arrays_and_bytes_are_read_a
         ({"bytes": b"RIFF no", "path": "a.wav"}, "It is not a recording that can be read: "),
         (np.zeros(0, np.float32), "It is empty: it has no samples. Remove it."),
         (np.full(9, np.nan), "It has samples that are not finite numbers."),
+        ({"array": [0, -20_000], "sampling_rate": RATE}, "It has samples of up to 20000, not within [-1, 1]. Divide them by "),
+        (np.array([0.0, 20_000.0]), "It has samples of up to 20000, not within [-1, 1]. Divide them by "),
         ({"array": [0.0, 1.0], "sampling_rate": None}, "It has an array (2,) with sampling_rate=None."),
         (3, "It is a int, not a path, an array, or {array, sampling_rate}."),
     ],
