@@ -245,13 +245,29 @@ class SpeechRecognition(Transcription):
                 f"does not know: {missing!r}. Set task.case=upper or lower, name them in task.ignored_characters, or learn the "
                 "characters of the texts: task.vocabulary=texts."
             )
-        if self.listener.input == "input_values":  # of others, the frames are only known with the features
+        if self.listener.input != "input_values":
+            self._check_dense(dataset, split)
+        else:
             for start in range(0, len(dataset), 1000):
                 chunk = range(start, min(start + 1000, len(dataset)))
                 labels_NT, _ = labels.take(chunk).padded(NO_LABEL)
                 frames_N = self._num_frames(torch.from_numpy(dataset.audio.lengths[chunk.start : chunk.stop].astype("int64")))
                 names = [f"Row {self.row_of(split)(index)} of the {split} split" for index in chunk]
                 self._check_frames(frames_N, labels_NT, names.__getitem__)
+
+    def _check_dense(self, dataset: Recordings, split: str) -> None:
+        """Check the frames of a model that is given features: of recordings that may have too few, as features take long.
+
+        Those have less than twice the frames that their texts need, by the share of a long recording's that is theirs.
+        """
+        import numpy as np
+
+        labels, audio = dataset.columns["labels"], dataset.audio
+        frames = int(self._frames(self.listener([np.zeros(self.longest, np.float32)]))[0])
+        repeats = (labels.flat[1:] == labels.flat[:-1]).astype(np.int64)  # also between two texts: at most too many
+        needed_N = labels.lengths + np.add.reduceat(np.append(repeats, 0), labels.offsets[:-1])
+        for index in (needed_N * 2 * self.longest > frames * audio.lengths).nonzero()[0].tolist():
+            self.collate([dataset[index]])
 
     @staticmethod
     def _check_frames(frames_N: Tensor, labels_NT: Tensor, name: Callable[[int], str]) -> None:
@@ -287,13 +303,17 @@ class SpeechRecognition(Transcription):
     def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
         """Add ``frames`` (N,) int64, those of each recording without its padding."""
         batch = super().collate(examples)
+        batch["frames"] = self._frames(batch)
+        self._check_frames(batch["frames"], batch["labels"], lambda place: self._name_of(batch, place))
+        return batch
+
+    def _frames(self, batch: Batch) -> Tensor:
+        """Return the frames of logits, (N,) int64, of what the model is given."""
         inputs = batch[self.listener.input]
         lengths_N = (
             batch["attention_mask"].sum(-1) if "attention_mask" in batch else inputs.new_full((len(inputs),), inputs.shape[1])
         )
-        batch["frames"] = self._num_frames(lengths_N.long()).long()
-        self._check_frames(batch["frames"], batch["labels"], lambda place: self._name_of(batch, place))
-        return batch
+        return self._num_frames(lengths_N.long()).long()
 
     def _name_of(self, batch: Batch, place: int) -> str:
         split = self.split_of(batch)

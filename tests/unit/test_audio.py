@@ -13,7 +13,7 @@ import soxr
 import torch
 import torchmetrics.functional.text as oracle
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import CONFIG_MAPPING, AutoModelForAudioClassification, GenerationMixin, pipeline
+from transformers import CONFIG_MAPPING, AutoModelForAudioClassification, GenerationMixin, SeamlessM4TFeatureExtractor, pipeline
 from transformers.modeling_outputs import CausalLMOutput
 
 import hftune
@@ -277,6 +277,23 @@ def test_the_loss_of_ctc_is_computed_on_the_cpu_wherever_logits_are(monkeypatch)
         target = {"labels": torch.full((2, 3), 3, device="cuda"), "frames": torch.full((2,), 5, device="cuda")}
         found = task.sample_losses(CausalLMOutput(logits=logits), target)
     assert devices == ["cpu"] * 4 and found.device.type == "cuda" and found.shape == (2,)
+
+
+def test_frames_of_features_are_counted_before_training_where_a_text_may_need_more():
+    task = quick("ctc_demo").task
+    task.named_config = CONFIG_MAPPING["wav2vec2-bert"]()
+    task.listener = Listener(SeamlessM4TFeatureExtractor(), "task.model=bert")
+    samples, heard = task.datasets()["train"], []
+    counted = max(range(12), key=lambda index: len(samples[index]["audio"]))
+    task.texts["train"][counted] = "ad" * int(0.45 * len(samples[counted]["audio"]) / RATE * 25)  # of 50 frames a second
+    found = task.heard
+    task.heard = lambda examples: heard.append(examples) or found(examples)
+    task.datasets()
+    assert not heard
+    task.texts["train"][counted] += "ad" * 40
+    with pytest.raises(DataError, match=r"^Row \d+ of the train split has a text that needs .* CTC cannot align them"):
+        task.datasets()
+    assert len(heard) == 1
 
 
 def test_an_encoder_decoder_whose_norms_count_padding_is_refused():
