@@ -74,11 +74,12 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--{odd[0].replace('_', '-')} is for tables: --data FILE.")
     if options.system is not None and not options.chat:
         raise ConfigError("--system is for --chat. Elsewhere, write a message with the role system.")
-    inputs = [*options.text, *map(read_text, options.text_file), *image_inputs(options.input, options.masks)]
+    inputs: list[Any] = [*options.text, *map(read_text, options.text_file)]
+    check_inputs(options.input, options.masks)
     if options.output is not None and (options.chat or options.messages):
         raise ConfigError("--output is for --data, and for predicted images. Answers to chats go to standard output.")
     if options.chat:
-        if inputs or options.messages:
+        if inputs or options.input or options.messages:
             raise ConfigError("--chat reads its messages from the terminal. Leave the other inputs out.")
         from hftune.commands.predict_chat import chat
 
@@ -87,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
         from hftune.commands.predict_chat import read_chats
 
         inputs += [found for path in options.messages for found in read_chats(path)]
-    if not inputs:
+    if not inputs and not options.input:
         raise ConfigError("There is no input. Give --data, --text, --text-file, --messages, --chat or --input.")
     from hftune.checkpoints.run_folder import check_answers, open_run
     from hftune.commands.predict_data import check_probabilities, flat
@@ -96,6 +97,8 @@ def run(options: argparse.Namespace) -> int:
     recipe, source = open_run(options.folder, options.trust_code, with_trackers=options.track)
     check_answers(recipe.task)
     check_probabilities(recipe.task, options.probabilities)
+    is_audio = "audio" in getattr(recipe.task, "columns", {})
+    inputs += image_inputs(options.input, options.masks, "recording" if is_audio else "image")
     if options.messages:
         from hftune.commands.predict_chat import check_chats
 
@@ -141,22 +144,26 @@ def predict_table(options: argparse.Namespace) -> int:
     return compute(prepare(options), options, "hftune.commands.predict_rows")
 
 
-def image_inputs(inputs: Sequence[Path], masks: Path | None) -> list[Any]:
-    """Return image files, or pairs of image and mask, and say what a folder holds besides.
+def check_inputs(inputs: Sequence[Path], masks: Path | None) -> None:
+    """Raise ConfigError if there is no such path."""
+    for path in (*inputs, *([] if masks is None else [masks])):
+        if not path.exists():
+            raise ConfigError(f"--{'masks' if path == masks else 'input'} {path}: there is no such file or folder.")
+
+
+def image_inputs(inputs: Sequence[Path], masks: Path | None, kind: str = "image") -> list[Any]:
+    """Return image files, or pairs of image and mask, or, of that kind, recordings; and say what a folder holds besides.
 
     Images are paired by name if there are ``masks``, or if a folder holds image/ and mask/.
 
     Raises:
-        ConfigError: there is no such path.
-        DataError: a folder has no images, or an image or a mask has no partner.
+        ConfigError: a folder lacks images or masks.
+        DataError: a folder has no files of that kind, or an image or a mask has no partner.
     """
     from hftune.data.files import list_images
     from hftune.data.restoration_images import paired
     from hftune.tracking.console import note
 
-    for path in (*inputs, *([] if masks is None else [masks])):
-        if not path.exists():
-            raise ConfigError(f"--{'masks' if path == masks else 'input'} {path}: there is no such file or folder.")
     are_pairs = masks is not None or any((path / "image").is_dir() and (path / "mask").is_dir() for path in inputs)
     found: list[Any] = []
     for path in inputs:
@@ -170,12 +177,12 @@ def image_inputs(inputs: Sequence[Path], masks: Path | None) -> list[Any]:
                     raise ConfigError(f"--input {side}: there is no such file or folder.")
             found.append((image, mask))
         elif path.is_dir():
-            images = list_images(path, f"--input {path}", or_recordings=True)
+            images = list_images(path, f"--input {path}", kind)
             found += images
             files = {file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")}
             if left_out := sorted(files.difference(images)):
-                what = "file is" if len(left_out) == 1 else "files are"
-                said = f"--input {path}: {len(left_out):,} {what} left out as neither image nor recording: {left_out[0]}"
+                what, kinds = ("file is", kind) if len(left_out) == 1 else ("files are", f"{kind}s")
+                said = f"--input {path}: {len(left_out):,} {what} left out as no {kinds}: {left_out[0]}"
                 print(note(said), file=sys.stderr, flush=True)
         else:
             found.append(path)

@@ -33,8 +33,8 @@ RECORDINGS = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".aiff", ".aif", ".au", 
 """Suffixes of files of sound."""
 
 
-def list_images(folder: Path, source: str, or_recordings: bool = False) -> list[Path]:
-    """Return the images in a folder and below, sorted, without hidden ones, such as an editor's copies; or also recordings.
+def list_images(folder: Path, source: str, kind: str = "image") -> list[Path]:
+    """Return the images, or recordings, in a folder and below, sorted, without hidden ones, such as an editor's copies.
 
     Raises:
         DataError: beginning with ``source``, there are none.
@@ -42,10 +42,10 @@ def list_images(folder: Path, source: str, or_recordings: bool = False) -> list[
     if not folder.is_dir():
         raise DataError(f"{source}: there is no folder {folder}.")
     shown = (path for path in folder.rglob("*") if not any(part.startswith(".") for part in path.relative_to(folder).parts))
-    suffixes = (*IMAGES, *RECORDINGS) if or_recordings else IMAGES
+    suffixes = RECORDINGS if kind == "recording" else IMAGES
     files = sorted(path for path in shown if path.suffix.lower() in suffixes and path.is_file())
     if not files:
-        raise DataError(f"{source}: {folder} has no images{' or recordings' if or_recordings else ''} ({', '.join(suffixes)}).")
+        raise DataError(f"{source}: {folder} has no {kind}s ({', '.join(suffixes)}).")
     return files
 
 

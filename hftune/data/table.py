@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hftune.data.files import FORMAT_OF, RECORDINGS, format_of, list_images, nearest_file
+from hftune.data.files import FORMAT_OF, format_of, list_images, nearest_file
 from hftune.errors import DataError
 
 if TYPE_CHECKING:
@@ -47,11 +47,13 @@ class Table:
         return list(self.rows.column_names)
 
 
-def read_table(name: str, config: str | None = None) -> Table:
-    """Read a table: a file, a folder of images, or a data set on the Hub as ``owner/name[:split]``, by default its test split.
+def read_table(name: str, config: str | None = None, audio: bool = False) -> Table:
+    """Read a table: a file, a folder of images or recordings, or a data set on the Hub as ``owner/name[:split]``, by default
+    its test split.
 
     Args:
         config: configuration of a data set on the Hub that has several.
+        audio: whether a folder is one of recordings.
 
     Raises:
         DataError: it does not exist, cannot be read or has no rows.
@@ -66,13 +68,12 @@ def read_table(name: str, config: str | None = None) -> Table:
         import datasets
 
         try:
-            images = list_images(path, f"--data {name}", or_recordings=True)
+            images = list_images(path, f"--data {name}", "recording" if audio else "image")
         except DataError as error:
             raise DataError(f"{error} For a table, name its file.") from error
         files = [(str(file.relative_to(path)), file.stat()) for file in images]
         stamps = [[relative, state.st_size, state.st_mtime_ns] for relative, state in files]
-        column = "audio" if images[0].suffix.lower() in RECORDINGS else "image"
-        rows = datasets.Dataset.from_dict({column: [relative for relative, _ in files]})
+        rows = datasets.Dataset.from_dict({"audio" if audio else "image": [relative for relative, _ in files]})
         table = Table(name, rows, sha256(json.dumps(stamps).encode()).hexdigest(), path)
     elif path.is_file():
         table = _from_file(name, path)

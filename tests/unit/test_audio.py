@@ -440,8 +440,10 @@ def test_a_trained_classifier_answers_files_tables_and_in_transformers(folder, t
     run = hftune.train(recipe).output_dir
     capsys.readouterr()
     files = sorted(map(str, (folder / "train" / "hiss").iterdir()))
+    (folder / "train" / "hiss" / "cover.png").write_bytes(b"")
     assert main(["predict", str(run), "--input", str(folder / "train" / "hiss"), "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    (folder / "train" / "hiss" / "cover.png").unlink()
     assert [row["input"] for row in rows] == files and {row["label"] for row in rows} <= {"hiss", "hum"}
     assert main(["predict", str(run), "--data", str(folder / "clips.csv"), "--output", str(tmp_path / "out.csv")]) == 0
     assert len((tmp_path / "out.csv").read_text().splitlines()) == 13

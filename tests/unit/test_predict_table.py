@@ -309,7 +309,12 @@ def test_images_come_from_a_folder_or_by_their_paths(tmp_path, capsys, monkeypat
     assert output.read_text().splitlines()[1:] == [by_folder[3], by_folder[1]]
     assert predict(folder, "--input", digits.parent) == 0
     said = capsys.readouterr().err
-    assert f"note: --input {digits.parent}: 1 file is left out as neither image nor recording: {table}" in said
+    assert f"note: --input {digits.parent}: 1 file is left out as no image: {table}" in said
+    (digits / "a.wav").write_bytes(b"")
+    assert predict(folder, "--input", digits.parent) == 0
+    assert f"note: --input {digits.parent}: 2 files are left out as no images: {table}" in capsys.readouterr().err
+    assert predict(folder, "--data", digits.parent, "--output", output, "--columns", "image,label") == 0
+    assert output.read_text().splitlines() == by_folder
     table.write_text("file_name\nsome/9.png\n")
     assert predict(folder, "--data", table, "--output", output) == 2
     assert "names an image that is not there, at row 0: some/9.png." in capsys.readouterr().err
