@@ -132,10 +132,6 @@ class Listener:
         )
 
     @property
-    def key(self) -> list[str]:
-        return [self.extractor.to_json_string(), transformers.__version__]
-
-    @property
     def seconds(self) -> float:
         """Length that all recordings are given, if it is one."""
         return (self.max_samples or 0) / self.rate
