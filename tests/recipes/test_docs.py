@@ -142,11 +142,22 @@ def test_commands_that_take_no_time_run(tmp_path, monkeypatch, capsys):
     for page, command in COMMANDS:
         name, words = hftune_words(command) or ("", [])
         if name in CHEAP and (words or name in ("configs", "recipes")):
+            if "--for" in words:
+                (tmp_path / words[-1]).write_text("review,stars\ngood,5\nbad,1\n")
             assert cli.main([name, *prepare(words, PAGES[page])]) == 0, capsys.readouterr().err
             (tmp_path / "2node.yaml").unlink(missing_ok=True)
             (tmp_path / "4gpu.yaml").unlink(missing_ok=True)
             ran.append(name)
     assert {*ran} == CHEAP
+
+
+def test_recipes_that_fit_are_shown_as_they_are_printed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (shown,) = blocks(PAGES["docs/which-recipe.md"], "text")
+    (tmp_path / "reviews.csv").write_text("review,stars\ngood,5\nbad,1\n")
+    assert cli.main(["recipes", "--for", "reviews.csv"]) == 0
+    said, (first, last) = capsys.readouterr().out, shown.split("  ...\n")
+    assert said.startswith(first) and said.rstrip().endswith(last.rstrip())
 
 
 def test_refusal_shown_is_the_one_given(tmp_path, monkeypatch, capsys):
