@@ -365,9 +365,8 @@ class Replayer:
     def _compute(self, batch: StepBatch, look: Look | None) -> ReplayedStep:
         strategy, config, index = self.strategy, self.recipe.train, self.step
         strategy.progress.stage(f"step {index + 1}")
-        lr = lr_at(index, self.parts.num_steps, config, self.plan.num_steps)
-        if config.schedule == "plateau" and (line := self.history.ledger.steps.get(index + 1)) is not None:
-            lr = line["lr"]  # it follows from the run's evaluations, which are not made again
+        num_falls = self.history.falls.get(index + 1, 0)  # they follow from the run's evaluations, which are not made again
+        lr = lr_at(index, self.parts.num_steps, config, self.plan.num_steps, num_falls)
         strategy.forward_backward(batch, self.recipe.seed, index)
         report = strategy.report(strategy.clip_grad_norm(config.clip_norm))
         self.step += 1

@@ -100,7 +100,6 @@ def _wrong_rates(history: History) -> Iterator[str]:
     from hftune.optim.schedules import lr_at  # imports torch
 
     recipes: dict[int, Recipe] = {}
-    num_falls = 0
     for step, line in history.ledger.steps.items():
         start = history.ledger.starts_of[step]
         if id(start) not in recipes:
@@ -110,9 +109,6 @@ def _wrong_rates(history: History) -> Iterator[str]:
                     yield f"the plan from step {step} on has {key} {start['plan'][key]}, the recipe {own}"
         if not line.get("skipped"):
             train, lr = recipes[id(start)].train, line.get("lr") or 0.0
-            expected = lr_at(step - 1, start["num_steps"], train, start["steps_per_epoch"], num_falls)
-            if train.schedule == "plateau" and not math.isclose(lr, expected, rel_tol=1e-12):  # an evaluation made it fall
-                num_falls += 1
-                expected = lr_at(step - 1, start["num_steps"], train, start["steps_per_epoch"], num_falls)
+            expected = lr_at(step - 1, start["num_steps"], train, start["steps_per_epoch"], history.falls[step])
             if not math.isclose(lr, expected, rel_tol=1e-12):
                 yield f"step {step} has a learning rate of {line.get('lr')}, the recipe's schedule makes it {expected:g}"

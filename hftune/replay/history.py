@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
@@ -30,6 +32,7 @@ from hftune.tracking.jsonl import read_lines
 
 if TYPE_CHECKING:
     from hftune.checkpoints.checkpointer import Checkpoint
+    from hftune.config import TrainConfig
 
 BOUNDS = ("micro_batch_size", "micro_batch_tokens")
 """Keys of the section train, and of a start line, that say how a step is cut into micro-batches."""
@@ -88,6 +91,37 @@ class History:
     def last(self) -> int:
         """The last step that the run has taken so far."""
         return max(self.ledger.steps)
+
+    @cached_property
+    def falls(self) -> dict[int, int]:
+        """How often ``train.schedule=plateau`` had made the learning rate fall before each step, and before the one to come.
+
+        These are the fewest falls that make the rates in the ledger, at most one after each step. In a warmup, at
+        ``train.min_lr`` and in skipped steps none can be seen; they count from the first step whose rate shows them.
+        """
+        from hftune.optim.schedules import lr_at  # imports torch
+
+        found: dict[int, int] = {}
+        trains: dict[int, TrainConfig] = {}
+        known, num_falls = 1, 0  # all falls before the step ``known`` are counted
+        for step, line in self.ledger.steps.items():
+            start = self.ledger.starts_of[step]
+            if start["recipe"]["train"]["schedule"] != "plateau":
+                known = step
+            elif not line.get("skipped"):
+                if id(start) not in trains:
+                    trains[id(start)] = self.recipe_at(step, to_run=False).train
+                own = partial(lr_at, step - 1, start["num_steps"], trains[id(start)], start["steps_per_epoch"])
+                lr, seen = line.get("lr") or 0.0, num_falls
+                while seen < num_falls + step - known and own(seen) > lr * (1 + 1e-12):
+                    seen += 1
+                if math.isclose(own(seen), lr, rel_tol=1e-12):
+                    num_falls = seen
+                if own(num_falls + 1) < own(num_falls):
+                    known = step
+            found[step] = num_falls
+        found[self.last + 1] = num_falls
+        return found
 
     @property
     def aside(self) -> Path:

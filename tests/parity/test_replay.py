@@ -31,6 +31,7 @@ WORDS = (
     "task.model_config={model_type: transformer_lm, hidden_size: 16, intermediate_size: 16, num_attention_heads: 2, dropout: 0.2}",
     *("task.max_train_samples=69", "task.block_length=12", "train.lr=0.5", "train.micro_batch_size=5", *STEPS),
 )
+FLAT = ("eval.every=1", "eval.min_improvement=10")
 FEW = ("task.max_train_samples=20", "train.batch_size=8", *STEPS)
 NORM = ("task.network=tests.support.tasks.NormBlend", "train.micro_batch_size=2", "train.lr=1e-2")
 ALONE = {
@@ -38,6 +39,7 @@ ALONE = {
     "recomputed": (*REVIEWS, "train.gradient_checkpointing=true", "train.packing=off"),
     "adapters": (*REVIEWS, "adapter.type=lora", "adapter.dropout=0.1"),
     "skipping": (*REVIEWS, "train.skip=[4]"),
+    "falling": (*WORDS, "train.schedule=plateau", "train.gamma=0.5", "train.plateau_patience=1", "train.skip=[4]", *FLAT),
     "at first": (*REVIEWS, "train.max_steps=4", "output_dir={folder}/changed"),
     "changed": (*REVIEWS, "train.max_steps=7", "train.lr=2e-4", "train.clip_norm=0.5", "output_dir={folder}/changed"),
     "words": WORDS,
@@ -109,7 +111,7 @@ def check_samples(looked, step):
     assert sum(sample.gradient_share for sample in samples) == pytest.approx(1, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", sorted(ALONE.keys() - {"skipping", "at first"}))
+@pytest.mark.parametrize("name", sorted(ALONE.keys() - {"skipping", "falling", "at first"}))
 def test_on_one_process_every_task_is_bit_equal(alone, name):
     folder, looked = alone[name], {}
     before = files(folder)
@@ -174,6 +176,13 @@ def test_steps_on_both_sides_of_a_resume_have_the_recipes_of_their_time(alone, t
 def test_step_that_was_skipped_is_skipped_again(alone):
     steps, found = replayed(alone["skipping"], 3, 5)
     assert [step.step for step in steps] == [3, 5] and all(one.is_bit_equal for one in found)
+
+
+def test_rate_that_fell_on_a_plateau_falls_as_often_from_another_start(alone):
+    steps, found = replayed(alone["falling"], 3, 5)
+    assert [step.lr for step in steps] == [0.25, 0.0625] and all(one.is_bit_equal for one in found)
+    with Replayer(History.open(alone["falling"]), 1, Change(("train.lr=0.1", "train.skip=[]"))) as replayer:
+        assert [step.lr for step in replayer.advance(5)] == [0.1, 0.1, 0.05, 0.05, 0.0125]
 
 
 def test_change_from_the_first_step_gives_the_run_that_was_changed_so(alone):

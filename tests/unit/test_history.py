@@ -12,6 +12,8 @@ import pytest
 
 from hftune import Recipe, cli
 from hftune.commands.replay import job_of, reserved
+from hftune.optim import lr_at
+from hftune.replay.file_checks import _wrong_rates
 from hftune.replay.history import Change, History
 from hftune.tracking.ledger import Ledger
 from tests.support.events import step_taken
@@ -33,6 +35,26 @@ def recorded(folder, *overrides, starts=(0,), last=6, recipe="yelp_demo", **fact
             ledger.on_step(step_taken(step, divmod(step - 1, 5), **RESULTS))
     ledger.file.close()
     return folder
+
+
+@pytest.mark.parametrize(("min_lr", "expected"), [(0, [0, 0, 0, 0, 0, 2, 3, 3]), (0.05, [0, 0, 0, 0, 0, 1, 1, 1])])
+def test_falls_of_a_plateau_follow_from_the_rates(tmp_path, min_lr, expected):
+    words = ("train.schedule=plateau", "train.gamma=0.5", "train.lr=0.1", "train.warmup_ratio=0", "train.warmup_steps=2")
+    words = (*words, f"train.min_lr={min_lr}")
+    recipe = Recipe.load("yelp_demo", *words)
+    start = {"plan": {"num_samples": 160, "batch_size": 32, "seed": 42}, "num_steps": 8, "steps_per_epoch": 5}
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.start(0, {"world_size": 1, "precision": "no", **start, "recipe": recipe.to_dict()})
+    for step, falls in enumerate((0, 0, 0, 0, None, 2, 3), 1):  # step 5 was skipped, with evaluations before and after it
+        lr = None if falls is None else lr_at(step - 1, 8, recipe.train, 5, falls)
+        report = {} if falls is None else {**RESULTS, "lr": lr}
+        ledger.on_step(step_taken(step, divmod(step - 1, 5), **report))
+    ledger.file.close()
+    history = History.open(tmp_path)
+    assert [*history.falls.values()] == expected and [*history.falls] == [*range(1, 9)]
+    assert [*_wrong_rates(history)] == []
+    history.ledger.steps[7]["lr"] /= 4  # more than one fall after a step, or below the lowest
+    assert [text.split(" of ")[0] for text in _wrong_rates(replace(history))] == ["step 7 has a learning rate"]
 
 
 def checkpoint(folder, step, model="m"):
