@@ -19,6 +19,7 @@ from hftune.distributed.progress import marked_while_moving
 from hftune.distributed.signals import StopRequest
 from hftune.errors import Interrupted
 from hftune.evaluation import Evaluation, evaluate, score_of
+from hftune.optim import num_warmup_steps
 from hftune.strategies.base import Strategy
 from hftune.task import ask
 from hftune.tracking.throughput import Stopwatch
@@ -193,7 +194,8 @@ def evaluate_at_start(run: Run) -> None:
     """
     with run.clock.paused():
         run.strategy.progress.stage("the evaluation before the first step")
-        found = evaluations(run, lambda: False) or {}
+        found = evaluations(run, lambda: False)
+        assert found is not None  # nothing stops it
         log(run, {f"eval/{name}": value for name, value in found["eval"].metrics.items()})
         tell_evaluations(run, found)
 
@@ -228,7 +230,8 @@ def keep(run: Run, found: Mapping[str, Evaluation]) -> None:
     is_best = state.best is None or (score > state.best if recipe.greater_is_better else score < state.best)
     if is_best:
         state.best, state.best_step = score, state.step
-    plateau = recipe.train.plateau_patience if recipe.train.schedule == "plateau" else None
+    is_past_peak = state.step > num_warmup_steps(run.num_steps, recipe.train)  # what falls earlier would never be reached
+    plateau = recipe.train.plateau_patience if recipe.train.schedule == "plateau" and is_past_peak else None
     state.note_score(score, recipe.greater_is_better, recipe.eval.min_improvement, plateau)
     strategy.progress.stage(f"saving after step {state.step}")
     if is_best:

@@ -226,6 +226,16 @@ class Recipe(RunConfig):
     def _training_problems(self) -> Iterator[str]:
         if self.train.schedule == "plateau" and self.eval.is_off:
             yield "train.schedule=plateau follows eval.metric, but eval.every=never. Leave one of them out."
+        if self.train.schedule == "plateau" and self.eval.interval.seconds is not None:
+            yield (
+                f"eval.every={self.eval.every}: with train.schedule=plateau the learning rate would depend on how fast this "
+                "machine is. Set a number of steps or epochs."
+            )
+        if self.eval.min_improvement > 0 and self.eval.patience is None and self.train.schedule != "plateau":
+            yield (
+                f"eval.min_improvement={self.eval.min_improvement} needs eval.patience, the number of evaluations to wait for "
+                "it, or train.schedule=plateau."
+            )
         for key, processes in (("pipeline_stages", "stages"), ("context", "processes that share the tokens of a text")):
             if self.train.neftune_alpha is not None and (value := getattr(self.parallel, key)) > 1:
                 yield (

@@ -112,7 +112,7 @@ class TrainConfig(Section):
     warmup_ratio: float = key(0.0, ge=0, lt=1, changes="lr")
     """Share of all steps in which the learning rate rises linearly from 0, in [0, 1). The last step is never part of it."""
     warmup_steps: int | None = key(None, ge=0, changes="lr")
-    """Number of these steps, instead of train.warmup_ratio. null: that share of all steps."""
+    """Number of these steps, fewer than all, instead of train.warmup_ratio. null: that share of all steps."""
     schedule: str = key("linear", choices=SCHEDULES, own="my_module.my_schedule", changes="lr")
     """Learning rate after the warmup: linear or cosine decay to min_lr; constant; step (multiplied by gamma every step_size
     epochs); wsd (constant, then linear decay in the last decay_ratio of the steps); cosine_restarts (cosine decay, cycles
@@ -131,7 +131,8 @@ class TrainConfig(Section):
     """Decay factor for schedule=step and schedule=plateau, in (0, 1]."""
     plateau_patience: int = key(2, ge=1, needs=("schedule", ("plateau",)), changes="lr")
     """Evaluations in a row without an improvement after which the learning rate falls with schedule=plateau, and again after as
-    many more. One that improves eval.metric by no more than eval.min_improvement is none."""
+    many more; never before a step with the full rate. One that improves eval.metric by no more than eval.min_improvement is
+    none."""
     step_size: int = key(1, ge=1, needs=("schedule", ("step",)), changes="lr")
     """Epochs between two decays for schedule=step, as StepLR.step_size."""
     teacher: str | None = key(None, changes="forward backward", resume="fixed")
@@ -357,8 +358,8 @@ class EvalConfig(Section):
     """Number of evaluations in a row that may pass without improving eval.metric by more than eval.min_improvement; after the
     last of them training stops. null: it never stops early."""
     min_improvement: float = key(0.0, ge=0, changes="nothing", resume="length")
-    """An evaluation counts as an improvement if it beats the last one that counted by more than this. For eval.patience; the
-    best model is the best one in any case."""
+    """An evaluation counts as an improvement if it beats the last one that counted by more than this. For eval.patience and
+    train.schedule=plateau; the best model is the best one in any case."""
     show_samples: int = key(3, ge=0, changes="nothing")
     """Number of samples to show after each evaluation, the first of the dataset, for tasks that show samples (titles and
     images)."""
@@ -366,8 +367,6 @@ class EvalConfig(Section):
     def problems(self) -> Iterator[str]:
         if self.patience is not None and self.is_off:
             yield f"eval.patience={self.patience} needs evaluations, but eval.every=never. Leave one of them out."
-        if self.min_improvement > 0 and self.patience is None:
-            yield f"eval.min_improvement={self.min_improvement} needs eval.patience, the number of evaluations to wait for it."
         if repeated := [name for name in self.metrics if self.metrics.count(name) > 1]:
             yield f"eval.metrics={format_value(self.metrics)} names {repeated[0]} twice."
         for name in self.sets if self.sets and self.is_off else ():

@@ -16,7 +16,10 @@ from hftune.errors import ConfigError, TrainingError, format_value
 
 
 def num_warmup_steps(num_steps: int, config: TrainConfig) -> int:
-    """Return the number of warmup steps. At least one step follows them, and the first of these has the peak learning rate."""
+    """Return the number of warmup steps. At least one step follows them, and the first of these has the peak learning rate.
+
+    ``check_schedule`` refuses as many ``train.warmup_steps`` as steps, or more.
+    """
     asked = math.ceil(config.warmup_ratio * num_steps) if config.warmup_steps is None else config.warmup_steps
     return min(asked, num_steps - 1)  # a run of one step would have rate 0
 
@@ -88,11 +91,17 @@ def ema_decay_at(step: int, config: TrainConfig) -> float:
 
 
 def check_schedule(config: TrainConfig, num_steps: int, steps_per_epoch: int) -> None:
-    """Try a user's schedule on the first, a middle and the last step.
+    """Refuse a warmup without an end; try a user's schedule on the first, a middle and the last step.
 
     Raises:
-        ConfigError: it cannot be imported, fails, or returns something other than a finite number of at least 0.
+        ConfigError: the warmup has all steps or more; a user's schedule cannot be imported, fails, or returns something other
+            than a finite number of at least 0.
     """
+    if (num_warmup := config.warmup_steps or 0) >= num_steps > 1:
+        raise ConfigError(
+            f"train.warmup_steps={num_warmup}, but training has {num_steps:,} steps in all, and would end before the learning "
+            f"rate reaches train.lr. Set fewer than {num_steps:,}, or train longer."
+        )
     if not is_dotted(config.schedule):
         return
     schedule, asked = _user_schedule(config), "f(step, num_steps, steps_per_epoch)"

@@ -31,7 +31,7 @@ WORDS = (
     "task.model_config={model_type: transformer_lm, hidden_size: 16, intermediate_size: 16, num_attention_heads: 2, dropout: 0.2}",
     *("task.max_train_samples=69", "task.block_length=12", "train.lr=0.5", "train.micro_batch_size=5", *STEPS),
 )
-FLAT = ("eval.every=1", "eval.min_improvement=10")
+PLATEAU = ("train.schedule=plateau", "train.gamma=0.5", "train.plateau_patience=1", "eval.every=1", "eval.min_improvement=10")
 FEW = ("task.max_train_samples=20", "train.batch_size=8", *STEPS)
 NORM = ("task.network=tests.support.tasks.NormBlend", "train.micro_batch_size=2", "train.lr=1e-2")
 ALONE = {
@@ -39,7 +39,7 @@ ALONE = {
     "recomputed": (*REVIEWS, "train.gradient_checkpointing=true", "train.packing=off"),
     "adapters": (*REVIEWS, "adapter.type=lora", "adapter.dropout=0.1"),
     "skipping": (*REVIEWS, "train.skip=[4]"),
-    "falling": (*WORDS, "train.schedule=plateau", "train.gamma=0.5", "train.plateau_patience=1", "train.skip=[4]", *FLAT),
+    "falling": (*WORDS, *PLATEAU, "train.warmup_steps=2", "train.skip=[4]"),
     "at first": (*REVIEWS, "train.max_steps=4", "output_dir={folder}/changed"),
     "changed": (*REVIEWS, "train.max_steps=7", "train.lr=2e-4", "train.clip_norm=0.5", "output_dir={folder}/changed"),
     "words": WORDS,
@@ -180,9 +180,9 @@ def test_step_that_was_skipped_is_skipped_again(alone):
 
 def test_rate_that_fell_on_a_plateau_falls_as_often_from_another_start(alone):
     steps, found = replayed(alone["falling"], 3, 5)
-    assert [step.lr for step in steps] == [0.25, 0.0625] and all(one.is_bit_equal for one in found)
+    assert [step.lr for step in steps] == [0.5, 0.125] and all(one.is_bit_equal for one in found)
     with Replayer(History.open(alone["falling"]), 1, Change(("train.lr=0.1", "train.skip=[]"))) as replayer:
-        assert [step.lr for step in replayer.advance(5)] == [0.1, 0.1, 0.05, 0.05, 0.0125]
+        assert [step.lr for step in replayer.advance(5)] == [0, 0.05, 0.1, 0.1, 0.025]
 
 
 def test_change_from_the_first_step_gives_the_run_that_was_changed_so(alone):

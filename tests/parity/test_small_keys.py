@@ -29,6 +29,7 @@ def model_at(path):
 
 
 TOKENS = "task.new_tokens=[<place>, <dish>]"
+PLATEAU = ("train.schedule=plateau", "train.gamma=0.5")
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +235,8 @@ def test_texts_with_noise_share_no_beginnings_and_models_of_images_have_none():
         (["train.neftune_alpha=5", "parallel.context=2"], "parallel.context=2 does not work with train.neftune_alpha=5"),
         (["train.schedule=plateau"], "train.schedule=plateau needs train.gamma"),
         (["train.schedule=plateau", "train.gamma=0.5", "eval.every=never"], "train.schedule=plateau follows eval.metric"),
+        ([*PLATEAU, "eval.every=30 min"], "eval.every=30 min: with train.schedule=plateau the learning rate would depend on"),
+        (["eval.min_improvement=0.1"], "eval.min_improvement=0.1 needs eval.patience, the number of evaluations"),
         (["train.warmup_steps=5", "train.warmup_ratio=0.1"], "train.warmup_steps=5 and train.warmup_ratio=0.1 both say"),
         (["adapter.type=lora", "adapter.init=olora"], "adapter.init=olora changes the frozen weights"),
         (["adapter.type=lora", "adapter.init=pisa"], "Did you mean 'pissa'?"),
