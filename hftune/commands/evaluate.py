@@ -100,8 +100,8 @@ def run_lm_eval(recipe: Recipe, model: Path, options: argparse.Namespace) -> int
     from hftune.tracking.console import hide_progress_bars, short, table
     from hftune.tracking.jsonl import strict_json
 
-    for name in ("checkpoint", "track"):
-        if getattr(options, name):
+    for name in ("checkpoint", "track", "split"):
+        if getattr(options, name) not in (None, False, "eval"):
             raise ConfigError(f"--{name} does not go with --lm-eval, which scores a finished model and prints. Leave it out.")
     check_lm_eval(recipe)
     hide_progress_bars()

@@ -48,7 +48,13 @@ def evaluate_by_lm_eval(recipe: Recipe, folder: Path, names: str) -> dict[str, f
     tasks = [word for word in words if not word.endswith((".yaml", ".yml"))]
     # Of its own tasks it reads thousands of files.
     manager = TaskManager(include_path=[str(path.parent) for path in own] or None, include_defaults=bool(tasks))
-    tasks += [yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)["task"] for path in own]  # it may have !function
+    for path in own:
+        settings = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)  # it may have !function
+        if not isinstance(settings, dict) or not isinstance(settings.get("task"), str):
+            raise ConfigError(
+                f"--lm-eval {path}: it has no task, the name under which lm-eval knows it. Add a line task: NAME."
+            )
+        tasks.append(settings["task"])
     if unknown := [name for name in tasks if not manager.match_tasks([name])]:
         hint = did_you_mean(unknown[0], manager.all_tasks)
         raise ConfigError(f"--lm-eval {unknown[0]} is no task of lm-eval {lm_eval.__version__}.{hint}")

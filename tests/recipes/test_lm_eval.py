@@ -75,10 +75,14 @@ def test_scores_of_a_task_of_ones_own_are_those_computed_by_hand(folder, name, m
     ("words", "said"),
     [
         (["--lm-eval", "nowhere.yaml"], "--lm-eval nowhere.yaml: there is no such file."),
+        (["--lm-eval", "unnamed.yaml"], "--lm-eval unnamed.yaml: it has no task, the name under which lm-eval knows it."),
         (["--lm-eval", "own", "--track"], "--track does not go with --lm-eval"),
+        (["--lm-eval", "own", "--split", "test"], "--split does not go with --lm-eval"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused(folder, words, said, capsys):
+def test_what_cannot_be_evaluated_is_refused(folder, words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "unnamed.yaml").write_text("dataset_path: json\n")
     assert cli.main(["evaluate", str(folder / "words-on-1"), *words]) == 2
     assert said in capsys.readouterr().err
 
