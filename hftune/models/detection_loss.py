@@ -21,10 +21,11 @@ from transformers.loss.loss_rt_detr import RTDetrHungarianMatcher
 from hftune.errors import ConfigError
 
 PLACES = {
-    **dict.fromkeys(("RTDetrForObjectDetection", "RTDetrV2ForObjectDetection", "DFineForObjectDetection"), 0),
+    **dict.fromkeys(("RTDetrForObjectDetection", "RTDetrV2ForObjectDetection"), 0),
     **dict.fromkeys(("DeformableDetrForObjectDetection", "ConditionalDetrForObjectDetection", "ForObjectDetection"), 1),
 }
 """Kinds of losses, with the dimension of the images in what their layers return."""
+INSTEAD = "Use RT-DETR, RT-DETRv2, DETR, Conditional DETR, Deformable DETR or YOLOS."
 OVER_QUERIES = "ForObjectDetection"
 """The kind of DETR and YOLOS: the loss of classes is a weighted mean over the queries, not divided by boxes."""
 MATCHERS = (shared.HungarianMatcher, DeformableDetrHungarianMatcher, RTDetrHungarianMatcher)
@@ -44,10 +45,7 @@ def sum_over_boxes(model: PreTrainedModel, boxes_per_image: float, key: str) -> 
     """
     kind = str(model.loss_type)
     if kind not in PLACES:
-        raise ConfigError(
-            f"{key}: the loss of {type(model).__name__} is not known to be a sum over boxes. Use RT-DETR, RT-DETRv2, D-FINE, "
-            "DETR, Conditional DETR, Deformable DETR or YOLOS."
-        )
+        raise ConfigError(f"{key}: the loss of {type(model).__name__} is not known to be a sum over boxes. {INSTEAD}")
     model.loss_function = partial(losses_of_images, model.loss_function, PLACES[kind], kind == OVER_QUERIES, boxes_per_image)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.config.keys import key
 from hftune.data.columns import IMAGES, Role
-from hftune.errors import DataError
+from hftune.errors import ConfigError, DataError
 from hftune.metrics.records import directions
 from hftune.tasks.pretrained_images import PretrainedImageTask
 
@@ -162,7 +162,11 @@ class ObjectDetection(PretrainedImageTask):
     def new_processor(self) -> str:  # type: ignore[override]  # each kind of model has one that makes boxes of its outputs
         from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
-        return str(IMAGE_PROCESSOR_MAPPING[type(self._config)]["pil"].__name__)
+        from hftune.models.detection_loss import INSTEAD
+
+        if (kind := type(self._config)) not in IMAGE_PROCESSOR_MAPPING:  # D-FINE, whose loss is no sum over boxes, either
+            raise ConfigError(f"{self._model_name}: transformers has no image processor for {kind.model_type}. {INSTEAD}")
+        return str(IMAGE_PROCESSOR_MAPPING[kind]["pil"].__name__)
 
     def build_model(self) -> nn.Module:
         return self._summing(super().build_model())

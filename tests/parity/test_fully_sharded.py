@@ -281,6 +281,13 @@ def test_groups_of_unequal_size_are_refused(monkeypatch):
     check_launcher(Recipe.load(SUPPORT / "trapped.yaml", "parallel.replicas=2"))
 
 
+def test_detectors_are_refused_before_anything_is_loaded(monkeypatch):
+    for variable, value in {"ACCELERATE_USE_CPU": "true", **FSDP}.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=r"^FSDP does not work with ObjectDetection, .* Launch without it"):
+        check_launcher(Recipe.load("detection_demo"))
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_the_launcher_asks_for_in_vain_is_refused(name, tmp_path, monkeypatch):
     variables, words, what, hint = REFUSED[name]

@@ -273,6 +273,8 @@ def test_an_unknown_category_and_a_json_that_is_none_are_named(folder):
 def test_models_and_data_of_other_tasks_are_refused():
     with pytest.raises(ConfigError, match="does not detect objects"):
         task_of(model_config={"model_type": "vit"}).datasets()
+    with pytest.raises(ConfigError, match=r"transformers has no image processor for d_fine\. Use RT-DETR"):
+        task_of(model_config={"model_type": "d_fine"}).datasets()
     config = AutoConfig.for_model("lw_detr")
     model = type("LwDetrForObjectDetection", (), {"loss_type": "LwDetrForObjectDetection", "config": config})()
     with pytest.raises(ConfigError, match="is not known to be a sum over boxes"):
