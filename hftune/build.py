@@ -104,6 +104,7 @@ def build(recipe: Recipe, progress: Progress, datasets: Mapping[str, Any] | None
     said: list[str] = []
     model = build_model(recipe, said, may_leave_weights(recipe))
     check_pipeline(recipe, plan, datasets["train"], model)
+    check_noise(recipe, first_epoch(recipe, datasets))
     check_single_samples(recipe, plan, first_epoch(recipe, datasets), model, num_steps)
     parts = Parts(datasets, plan, model, num_steps)
     if is_main:
@@ -366,6 +367,23 @@ def check_single_samples(recipe: Recipe, plan: BatchPlan, dataset: Any, model: n
                 f"variance. Set a train.{key} that leaves no sample alone, leave the step out with train.skip=[{number}], or "
                 "set train.batch_norm=frozen."
             )
+
+
+def check_noise(recipe: Recipe, dataset: Any) -> None:
+    """Refuse NEFTune for texts whose padding is not told apart: it would change the noise of a text with its micro-batch.
+
+    Raises:
+        ConfigError: the model is given tokens without a mask.
+    """
+    task, alpha = recipe.task, recipe.train.neftune_alpha
+    if alpha is None:
+        return
+    inputs = task.inputs(task.collate([dataset[0]]))
+    if "input_ids" in inputs and "attention_mask" not in inputs:
+        raise ConfigError(
+            f"train.neftune_alpha={alpha:g}: {type(task).__name__} gives its model no attention_mask, without which padding would "
+            "change the noise. Leave train.neftune_alpha out."
+        )
 
 
 def check_statistics(recipe: Recipe, model: nn.Module) -> None:

@@ -62,6 +62,7 @@ class Noise:
             return output
         self._is_added = True
         mask_BT = torch.ones_like(ids_BT) if mask_BT is None else mask_BT
+        ids_BT, mask_BT = ids_BT.flatten(0, -2), mask_BT.flatten(0, -2)  # of multiple choice (B, 1, T)
         noise_BTD = torch.zeros_like(output, dtype=torch.float32)
         generator = torch.Generator(output.device)
         for row, (ids_T, mask_T) in enumerate(zip(ids_BT.cpu(), mask_BT.bool().cpu(), strict=True)):

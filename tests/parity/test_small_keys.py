@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
+    BertForMultipleChoice,
     BertModel,
     ResNetConfig,
     ResNetModel,
@@ -18,6 +19,7 @@ from transformers import (
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from hftune import ConfigError, Recipe, load_model
+from hftune.build import check_noise, first_epoch
 from hftune.data.demo import reviews
 from hftune.models.neftune import Noise
 from hftune.strategies.packing import collate_for
@@ -197,6 +199,36 @@ def test_noise_has_the_size_of_transformers_and_leaves_padding_alone():
     model.eval()
     model(input_ids=alone)
     assert torch.equal(kept[-1], plain[1:, :12])
+
+
+def test_choices_have_the_noise_of_their_texts():
+    ids = torch.arange(1, 41).view(4, 10)
+    mask = torch.ones_like(ids)
+    mask[2, 7:] = 0
+    found = []
+    for shape in ((4, 10), (4, 1, 10), (2, 2, 10)):
+        torch.manual_seed(1)
+        model = BertForMultipleChoice(
+            BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=50)
+        )
+        reader = model.train() if len(shape) == 3 else model.train().bert
+        noise = Noise(reader, 5)
+        model.get_input_embeddings().register_forward_hook(lambda module, args, output: found.append(output.detach()))
+        noise.key = 7, 3
+        reader(input_ids=ids.view(shape), attention_mask=mask.view(shape))
+    assert not torch.equal(found[0], model.get_input_embeddings().weight[ids])
+    assert all(torch.equal(each.view_as(found[0]), found[0]) for each in found[1:])
+
+
+def test_texts_whose_padding_no_mask_names_are_refused():
+    def check(name, *words):
+        recipe = Recipe.load(name, *words)
+        check_noise(recipe, first_epoch(recipe, recipe.task.datasets()))
+
+    check("yelp_demo", *SMALL[:4], "train.neftune_alpha=5")
+    check("wikitext2_demo")
+    with pytest.raises(ConfigError, match="train.neftune_alpha=5: LanguageModeling gives its model no attention_mask, without"):
+        check("wikitext2_demo", "train.neftune_alpha=5")
 
 
 def test_an_encoder_has_noise_and_its_decoder_has_none():
