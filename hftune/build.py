@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -36,6 +36,9 @@ from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.pipeline_stages import check_stages
 from hftune.strategies.statistics import has_running_statistics
 from hftune.strategies.teacher import Teacher, load_named, load_teacher, named_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass
@@ -284,13 +287,13 @@ def build_model(recipe: Recipe, notices: list[str] | None = None, leaves_weights
                 f"adapter.quantize={kind}: the {type(model).__name__} of {type(recipe.task).__name__} is not quantised. That "
                 "works for linear layers of models that task.model names. Leave it out."
             )
-        embeddings = model.get_input_embeddings() if getattr(recipe.task, "new_tokens", None) else None
+        embeddings = token_embeddings(model) if getattr(recipe.task, "new_tokens", None) else []
         add_adapter(model, recipe.adapter, new_modules(model))
-        if embeddings is not None and model.get_input_embeddings() is embeddings:
-            name = next(name for name, module in model.named_modules() if module is embeddings).rpartition(".")[2]
+        if frozen := [module for module in token_embeddings(model) if module in embeddings]:
+            names = [name.rpartition(".")[2] for name, module in model.named_modules() if module in frozen]
             raise ConfigError(
-                f"task.new_tokens: adapter.type={recipe.adapter.type} would leave the embeddings of new tokens at their mean. "
-                f"Set adapter.train_also=[{name}]."
+                f"task.new_tokens: adapter.type={recipe.adapter.type} would leave what new tokens have in {' and '.join(names)}"
+                f" at their mean. Set adapter.train_also=[{', '.join([*recipe.adapter.train_also, *names])}]."
             )
     if (alpha := recipe.train.neftune_alpha) is not None:
         from hftune.models.neftune import Noise
@@ -307,6 +310,13 @@ def build_model(recipe: Recipe, notices: list[str] | None = None, leaves_weights
     if leaves_weights and not can_be_read(model):
         return build_model(recipe, notices)
     return model
+
+
+def token_embeddings(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the input embeddings, and the head that predicts tokens if it has weights of its own."""
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = head is None or getattr(head, "weight", None) is getattr(embeddings, "weight", None)
+    return [embeddings] if is_tied else [embeddings, head]
 
 
 def can_be_read(model: nn.Module) -> bool:
@@ -381,8 +391,8 @@ def check_noise(recipe: Recipe, dataset: Any) -> None:
     inputs = task.inputs(task.collate([dataset[0]]))
     if "input_ids" in inputs and "attention_mask" not in inputs:
         raise ConfigError(
-            f"train.neftune_alpha={alpha:g}: {type(task).__name__} gives its model no attention_mask, without which padding would "
-            "change the noise. Leave train.neftune_alpha out."
+            f"train.neftune_alpha={alpha:g}: {type(task).__name__} gives its model no attention_mask, without which padding "
+            "would change the noise. Leave train.neftune_alpha out."
         )
 
 

@@ -1,5 +1,6 @@
 """Adapters go into a model in place: what is trained, what is refused, and what the digest of the base looks at."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,7 @@ from transformers import (
 )
 
 from hftune import ConfigError, Recipe
-from hftune.build import check_names, check_statistics
+from hftune.build import build_model, check_names, check_statistics
 from hftune.checkpoints.checkpointer import Checkpoint
 from hftune.checkpoints.output_dir import check_base
 from hftune.checkpoints.resume import _changes
@@ -119,6 +120,24 @@ def test_ties_are_kept_or_refused():
     assert len([name for name in trained_names(model) if "lora_" not in name]) == 1  # one matrix for both
     assert len(trained_names(adapted(llama(tied=True)))) == 28
     assert whole(adapted(llama(), train_also=["embed_tokens", "lm_head"])) == {"model.embed_tokens", "lm_head"}
+
+
+@pytest.mark.parametrize(
+    ("is_tied", "whole", "said"),
+    [
+        (False, "[]", r"in embed_tokens and lm_head at their mean. Set adapter.train_also=\[embed_tokens, lm_head\]."),
+        (False, "[embed_tokens]", r"in lm_head at their mean. Set adapter.train_also=\[embed_tokens, lm_head\]."),
+        (True, "[]", r"in embed_tokens at their mean. Set adapter.train_also=\[embed_tokens\]."),
+        (True, "[embed_tokens]", None),
+        (False, "[embed_tokens, lm_head]", None),
+    ],
+)
+def test_new_tokens_are_trained_where_they_are_read_and_where_they_are_written(is_tied, whole, said, monkeypatch):
+    words = ("task.new_tokens=[<a>]", "adapter.type=lora", "adapter.export=merged", f"adapter.train_also={whole}")
+    recipe = Recipe.load("wikitext2_demo", *words)
+    monkeypatch.setattr(type(recipe.task), "build_model", lambda task: llama(tied=is_tied))
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+        build_model(recipe)
 
 
 @pytest.mark.parametrize(
