@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -95,7 +96,7 @@ def add_adapter(model: nn.Module, config: AdapterConfig, new: Sequence[str] = ()
         ensure_weight_tying=not ties.keys().isdisjoint(whole),
     )
     try:
-        with as_if_read(model):
+        with as_if_read(model), one_thread():
             model.add_adapter(lora)
     except ValueError as error:  # of targets that peft moves
         raise ConfigError(f"adapter.targets: peft refuses them for {type(model).__name__}: {error}") from error
@@ -116,6 +117,17 @@ def add_adapter(model: nn.Module, config: AdapterConfig, new: Sequence[str] = ()
             "longer names, or leave it out."
         )
     raise_precision(model)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute with one thread: the bits of the singular vectors of PiSSA, which a resumed run needs, depend on it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def raise_precision(model: nn.Module) -> None:

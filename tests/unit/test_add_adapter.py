@@ -10,6 +10,7 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    BertModel,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GPT2Config,
@@ -179,6 +180,21 @@ def test_what_is_trained_is_float32_on_a_bf16_base():
     model = adapted(llama().bfloat16(), train_also=["lm_head"])
     kinds = {parameter.requires_grad: parameter.dtype for parameter in model.parameters()}
     assert kinds == {True: torch.float32, False: torch.bfloat16}
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_what_is_taken_out_of_the_base_does_not_depend_on_threads(init):
+    before, found = torch.get_num_threads(), set()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            torch.manual_seed(0)
+            model = BertModel(BertConfig(vocab_size=101, **{**TINY, "hidden_size": 256, "num_hidden_layers": 1}))
+            found.add(base_digest(adapted(model, init=init, export="merged", rank=8)))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
 
 
 def test_digest_sees_names_values_and_types_of_the_base_and_nothing_else():
