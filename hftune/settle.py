@@ -18,7 +18,6 @@ from torch import nn
 from hftune.batch_plan import SURVEYED, BatchPlan, MicroBatch, by_length, known_lengths
 from hftune.build import Parts, check_micro_batches, choose_strategy, first_epoch
 from hftune.config import EvalConfig, Recipe, TrainConfig
-from hftune.data.augmentation import augmented
 from hftune.data.cache import cached_arrays, kept_arrays, saying
 from hftune.data.digest import content_digest
 from hftune.distributed.accelerator import start_accelerator
@@ -200,7 +199,13 @@ def settle_teacher(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
 
 
 def settle_head(
-    recipe: Recipe, strategy: Strategy, model: nn.Module, dataset: Any, rows: int, others: Iterable[Any] = ()
+    recipe: Recipe,
+    strategy: Strategy,
+    model: nn.Module,
+    dataset: Any,
+    rows: int,
+    others: Iterable[Any] = (),
+    augmented: Any = None,
 ) -> list[str]:
     """Let a model compute its loss together with its head, where there are many logits and it comes out the same. Collective.
 
@@ -209,6 +214,7 @@ def settle_head(
     Args:
         rows: of the largest micro-batch.
         others: data sets that are evaluated, too, and may have longer samples.
+        augmented: the data set as training sees it. None: it is not trained on.
 
     Returns:
         Sentences on why the logits are computed as a whole.
@@ -226,7 +232,7 @@ def settle_head(
     strategy.progress.stage("trying the loss in chunks")
     half = HALF[strategy.precision]
     sample = known[len(known) // 2]
-    seen = augmented(dataset, recipe.task, recipe.seed, 0)
+    seen = dataset if augmented is None else augmented
     reason = strategy.tried(model, lambda tried: head_problem(tried, recipe.task, seen, sample, strategy.device, half))
     if reason is None:
         scored_head.install(model, each=recipe.task.scored_head == "each")
@@ -282,7 +288,7 @@ def prepare(recipe: Recipe, strategy: Strategy, parts: Parts) -> None:
     plan, train, *others = parts.plan, *parts.datasets.values()
     evaluated = 0 if recipe.eval.is_off and "test" not in parts.datasets else recipe.eval.batch_size
     rows = max(evaluated, min(plan.batch_size, plan.micro_batch_size or plan.batch_size))
-    parts.notices += settle_head(recipe, strategy, model, train, rows, others)
+    parts.notices += settle_head(recipe, strategy, model, train, rows, others, first_epoch(recipe, parts.datasets))
     strategy.progress.stage("preparing model and optimizer")
     strategy.prepare(model, build_optimizer(model, recipe))
     parts.base = strategy.broadcast(strategy.sharding.base_digest() if unread else base)

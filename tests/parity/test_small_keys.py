@@ -227,7 +227,9 @@ def test_texts_whose_padding_no_mask_names_are_refused():
 
     check("yelp_demo", *SMALL[:4], "train.neftune_alpha=5")
     check("wikitext2_demo")
-    with pytest.raises(ConfigError, match=r"train\.neftune_alpha=5: LanguageModeling gives its model no attention_mask, without"):
+    with pytest.raises(
+        ConfigError, match=r"train\.neftune_alpha=5: LanguageModeling gives its model no attention_mask, without"
+    ):
         check("wikitext2_demo", "train.neftune_alpha=5")
 
 

@@ -11,6 +11,7 @@ import hftune
 from hftune import DataError, Recipe, train
 from hftune.cli import main
 from hftune.models import scored_head
+from hftune.reevaluation import evaluate
 from hftune.replay.inspection import row_in_data
 from tests.parity.test_fully_sharded import same
 from tests.support.runs import NO_DROPOUT, TINY, Run, train_on
@@ -59,6 +60,15 @@ def test_head_sees_masked_tokens_alone_if_there_would_be_many_logits(runs, tmp_p
     words = (*QUICK, *NO_DROPOUT, "train.epochs=1", "train.micro_batch_size=12", f"output_dir={tmp_path}/out")
     same(Run(train(Recipe.load("masked_lm_demo", *words)).output_dir), runs["micro 12"])
     assert "The logits of a micro-batch are computed all at once" not in capfd.readouterr().out
+
+
+def test_chunked_loss_of_an_evaluation_takes_its_blocks_as_they_are_masked(runs, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr(scored_head, "AT_ONCE", 1000)
+    run = runs["micro 12"]
+    score = evaluate(Recipe.load(run.folder / "recipe.yaml"), run.folder / "model")
+    assert score.metrics["loss"] == pytest.approx(run.result["metrics"]["loss"], rel=1e-5)
+    assert not [said for said in score.notices if "all at once" in said]
 
 
 def test_samples_of_a_replay_are_no_rows(runs):
