@@ -67,7 +67,7 @@ def open_run(
     ledger = Ledger(output.path / LEDGER, ledger_start, output.is_ours)
     must_start = not session.here.round
     tracker = Tracker(recipe, run_ids, lambda: evaluation_is_due(run), must_start, output.before_release)
-    console = Console(strategy.is_main, parts.num_steps, state.step, recipe.eval.metric)
+    console = Console(strategy.is_main, parts.num_steps, state.step, recipe.eval.metric, recipe.eval.sets)
     ours = our_callbacks(output, session, strategy, parts, clock, ledger, tracker, console)
     run = Run(
         recipe,

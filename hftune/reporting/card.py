@@ -225,7 +225,7 @@ def metadata(facts: CardFacts) -> str:
         )
         for split, metrics in (("eval", facts.evaluation), ("test", facts.test))
         for name, value in metrics.items()
-        if tag is not None and "/" not in name  # those of eval.sets are of other data
+        if tag is not None and not name.startswith(tuple(f"{each}/" for each in facts.recipe.eval.sets))  # of other data
     ]
     library = "transformers" if is_of_transformers(facts) else None
     data = ModelCardData(

@@ -9,7 +9,7 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -45,12 +45,13 @@ class Console(Callback):
         enabled: whether this is the main process.
         step: after which training starts.
         metric: of an evaluation, to show in the bar.
+        sets: names of ``eval.sets``.
     """
 
     must_not_fail = True
 
-    def __init__(self, enabled: bool, num_steps: int, step: int = 0, metric: str = "loss"):
-        self.enabled, self.num_steps, self.step, self.metric = enabled, num_steps, step, metric
+    def __init__(self, enabled: bool, num_steps: int, step: int = 0, metric: str = "loss", sets: Collection[str] = ()):
+        self.enabled, self.num_steps, self.step, self.metric, self.sets = enabled, num_steps, step, metric, sets
         self._widths = {"lr": len("1.00e-05")}
         self._timed_from: tuple[int, float] | None = None
         self._scored: tuple[int, int] | None = None
@@ -96,8 +97,9 @@ class Console(Callback):
             remark = "best so far" if evaluation.is_best else f"best {best} at step {evaluation.best_step}"
             found = f"eval {self.metric} {value}"
             self._evaluation = Text(f"{found}, the best", "green") if evaluation.is_best else Text(f"{found}, best {best}")
-        own = {name: value for name, value in evaluation.metrics.items() if "/" not in name}  # eval.sets have their own lines
-        cells = [self._cell(name, value) for name, value in own.items() if is_number(value)]
+        numbers = {name: value for name, value in evaluation.metrics.items() if is_number(value)}
+        others = tuple(f"{name}/" for name in self.sets)  # they have their own lines
+        cells = [self._cell(name, value) for name, value in numbers.items() if not name.startswith(others)]
         position = self._position(evaluation.step, evaluation.epoch)
         self._line(fold([*position, evaluation.split, *cells, remark], self._columns()))
         for sample in filter(None, evaluation.samples):

@@ -125,6 +125,12 @@ def test_scores_of_the_test_split_stand_beside_those_of_the_evaluation(folder):
     assert (data.pipeline_tag, data.library_name) == ("text-generation", None)
 
 
+def test_metrics_of_ones_own_may_have_a_slash_unlike_those_of_eval_sets(folder):
+    lines = [{"step": 250, "epoch": 1.0, "eval/loss": 3.1, "eval/group/recall": 0.25, "eval/short/loss": 1.0}]
+    found = ModelCard(card(folder("yelp", "eval.sets.short=test", lines=lines))).data.eval_results
+    assert [result.metric_type for result in found] == ["loss", "group/recall", "accuracy"]
+
+
 @pytest.mark.parametrize(("architecture", "library"), [("GPT2LMHeadModel", "transformers"), ("TransformerLM", None)])
 def test_library_is_transformers_only_where_it_knows_the_architecture(folder, architecture, library):
     facts = folder("wikitext2", config={"architectures": [architecture], "model_type": "x"})

@@ -91,6 +91,13 @@ def test_the_test_split_has_its_own_line_and_no_best(capsys):
     assert capsys.readouterr().out == "step 5/5  epoch 1.00  test  loss 0.500  accuracy 1.000\n"
 
 
+def test_metrics_of_ones_own_may_have_a_slash_unlike_those_of_eval_sets(capsys):
+    Console(True, 5, sets={"short": "x.jsonl"}).on_evaluation(
+        evaluated(5, 1.0, {"loss": 0.5, "short/loss": 1.0, "group/recall": 0.25})
+    )
+    assert capsys.readouterr().out == "step 5/5  epoch 1.00  test  loss 0.500  group/recall 0.250\n"
+
+
 def test_other_processes_say_nothing(capsys, open_terminal, seconds):
     terminal = open_terminal()
     console = Console(False, 12)
