@@ -1,6 +1,7 @@
 """Adapters go into a model in place: what is trained, what is refused, and what the digest of the base looks at."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -32,6 +33,7 @@ from hftune.checkpoints.resume import _changes
 from hftune.config import AdapterConfig
 from hftune.models.adapters import add_adapter, base_digest, base_tensors, new_modules, packed_digest, trained_names
 from hftune.models.pretrained import load_config, load_model
+from hftune.optim import build_optimizer
 from hftune.strategies.arithmetic import Arithmetic
 from hftune.strategies.sharding import checkpoint_tensors
 
@@ -195,6 +197,17 @@ def test_what_is_taken_out_of_the_base_does_not_depend_on_threads(init):
     finally:
         torch.set_num_threads(before)
     assert len(found) == 1
+
+
+def test_second_matrices_learn_faster_by_the_keys_of_lora_plus_in_the_docs(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text()
+    (block,) = [each.partition("```")[0] for each in page.split("```yaml\n")[1:] if "lora_B" in each.partition("```")[0]]
+    (tmp_path / "plus.yaml").write_text(f"base: yelp_demo\n{block}")
+    recipe, model = Recipe.load(tmp_path / "plus.yaml"), bert()
+    add_adapter(model, recipe.adapter, new_modules(model))
+    rates = {value: group["lr"] for group in build_optimizer(model, recipe).param_groups for value in group["params"]}
+    found = {kind: {rates[value] for name, value in model.named_parameters() if kind in name} for kind in ("lora_A", "lora_B")}
+    assert found == {"lora_A": {2e-4}, "lora_B": {3.2e-3}}
 
 
 def test_digest_sees_names_values_and_types_of_the_base_and_nothing_else():
