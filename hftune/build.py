@@ -289,7 +289,7 @@ def build_model(recipe: Recipe, notices: list[str] | None = None, leaves_weights
             )
         embeddings = token_embeddings(model) if getattr(recipe.task, "new_tokens", None) else []
         add_adapter(model, recipe.adapter, new_modules(model))
-        if frozen := [module for module in token_embeddings(model) if module in embeddings]:
+        if embeddings and (frozen := [module for module in token_embeddings(model) if module in embeddings]):
             names = [name.rpartition(".")[2] for name, module in model.named_modules() if module in frozen]
             raise ConfigError(
                 f"task.new_tokens: adapter.type={recipe.adapter.type} would leave what new tokens have in {' and '.join(names)}"

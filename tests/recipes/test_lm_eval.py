@@ -1,6 +1,7 @@
 """``hftune evaluate --lm-eval`` on tasks in a folder: the scores are those of a computation by hand."""
 
 import json
+import os
 from importlib.util import find_spec
 
 import pytest
@@ -23,6 +24,15 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 needs_lm_eval = pytest.mark.skipif(
     find_spec("lm_eval") is None, reason='lm-eval is not installed: pip install "hftune[lm-eval]"'
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment_as_before():
+    """lm-eval sets variables of the Hub's client when it is imported; what later tests start would get them."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="module")
