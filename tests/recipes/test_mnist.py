@@ -11,7 +11,7 @@ from PIL import Image
 import hftune
 from hftune import Recipe, cli, train
 from hftune.data.demo import digits
-from hftune.data.files import IMAGES, RECORDINGS
+from hftune.data.files import IMAGES
 from tests.support.runs import Command, Run, environment, train_on, warm_python
 
 ROOT = Path(__file__).parents[2]
@@ -179,10 +179,7 @@ def test_input_that_cannot_be_answered_is_named(runs, capsys, tmp_path):
 
     assert said(tmp_path / "none") == f"--input {tmp_path}/none: there is no such file or folder."
     (tmp_path / "empty").mkdir()
-    assert (
-        said(tmp_path / "empty")
-        == f"--input {tmp_path}/empty: {tmp_path}/empty has no images or recordings ({', '.join((*IMAGES, *RECORDINGS))})."
-    )
+    assert said(tmp_path / "empty") == f"--input {tmp_path}/empty: {tmp_path}/empty has no images ({', '.join(IMAGES)})."
     (tmp_path / "notes.txt").write_text("no image")
     assert said(tmp_path / "notes.txt") == f"Input 0 ({tmp_path}/notes.txt) is not an image that can be read."
     Image.new("L", (20, 10)).save(tmp_path / "wide.png")
