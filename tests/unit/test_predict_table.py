@@ -15,7 +15,7 @@ from PIL import Image
 from hftune import cli, load_model
 from hftune.commands import predict_rows
 from hftune.commands.predict_data import find_columns, flat, flattened, output_columns, output_rows
-from hftune.data.files import IMAGES, RECORDINGS
+from hftune.data.files import IMAGES
 from hftune.data.table import read_table, write_table
 from hftune.errors import DataError
 from hftune.tasks import Seq2Seq, SequenceClassification
@@ -150,7 +150,7 @@ def test_empty_texts_are_refused_by_row_or_get_no_prediction(run, tmp_path, writ
         ("--data test.csv --output none/x.csv", "--output none/x.csv: there is no folder "),
         (
             "--data y.csv.parts --output x.csv",
-            f"--data y.csv.parts: y.csv.parts has no images or recordings ({', '.join((*IMAGES, *RECORDINGS))}). For a table, name its",
+            f"--data y.csv.parts: y.csv.parts has no images ({', '.join(IMAGES)}). For a table, name its",
         ),
         ("--data empty.csv --output x.csv", "--data empty.csv cannot be read as csv: No columns to parse from file."),
         ("--data header.csv --output x.csv", "--data header.csv has no rows."),
