@@ -244,14 +244,12 @@ def is_sharded() -> bool:
 def may_leave_weights(recipe: Recipe) -> bool:
     """Say whether to leave a pretrained model's weights in the files until it is sharded.
 
-    Not where anything may look at them earlier, or change them: a user's task, weights of one's own, DoRA, or a vision tower
-    that is trained as far as its features depend on it.
+    Not where anything may look at them earlier, or change them: a user's task, weights of one's own, or adapters that begin
+    with what they find in them.
     """
     is_ours = type(recipe.task).__module__.startswith("hftune.")
     is_added = recipe.adapter.type != "dora" and recipe.adapter.init not in ("pissa", "olora")
-    is_resized = bool(getattr(recipe.task, "new_tokens", None))
-    is_tried = not getattr(recipe.task, "freeze_vision", True)
-    return is_sharded() and is_ours and own_weights(recipe) is None and is_added and not is_resized and not is_tried
+    return is_sharded() and is_ours and own_weights(recipe) is None and is_added and recipe.task.needs_whole is None
 
 
 def build_model(recipe: Recipe, notices: list[str] | None = None, leaves_weights: bool = False) -> nn.Module:

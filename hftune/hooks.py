@@ -43,6 +43,10 @@ class Hooks:
     """Numbers in the rows of ``predictions`` that the loss needs of the model as training begins, too. They are computed once,
     before training, and ``Texts.add_column`` gives them to each sample as ``reference``, float32."""
 
+    needs_whole: ClassVar[str | None] = None
+    """When it needs the weights of its model as a whole under FSDP: "to build", if ``build_model`` looks at them or changes
+    them, which are otherwise read only when they are shared out; "always", so that FSDP is refused. None: never."""
+
     def item_logits(self: Any, outputs: Any, target: Any) -> Tensor | None:
         """Return the logits of the items that ``loss`` sums over, (I, C), of a task that predicts one of C classes for each.
 

@@ -92,7 +92,7 @@ def check_context(recipe: Recipe, world_size: int) -> None:
 
 def _check_fsdp(recipe: Recipe) -> None:
     """Reject what does not work under FSDP, or raise ConfigError."""
-    if getattr(recipe.task, "auto_class", None) == "AutoModelForObjectDetection":
+    if recipe.task.needs_whole == "always":
         raise ConfigError(
             f"FSDP does not work with {type(recipe.task).__name__}, whose models it cannot shard. Launch without it: each "
             "process has the whole model."

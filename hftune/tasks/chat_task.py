@@ -240,7 +240,11 @@ class ChatTask(TextTask):
             return super().named_config
         tokens = self.text_tokenizer
         fresh = {"vocab_size": len(tokens), "bos_token_id": None, "eos_token_id": tokens.eos_token_id}
-        return load_config(None, {**self.model_config, **fresh})
+        return load_config(None, self.new_config(fresh))
+
+    def new_config(self, of_tokens: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of a new model's config, with those that follow from its tokenizer."""
+        return {**self.model_config, **of_tokens}
 
     def build_model(self) -> PreTrainedModel:
         """Load the model, or build a new one. It keeps its generation settings, and learns where the template's answers end."""

@@ -68,6 +68,7 @@ class ObjectDetection(PretrainedImageTask):
     the mean of the training images."""
 
     auto_class, does = "AutoModelForObjectDetection", "detect objects"
+    needs_whole = "always"  # sharded, RT-DETR's forward pass fails
     examples, example_type = "PekingU/rtdetr_r18vd or microsoft/conditional-detr-resnet-50", "rt_detr"
     shows_all = True
     columns: ClassVar[Mapping[str, Role]] = {

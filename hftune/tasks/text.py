@@ -115,6 +115,11 @@ class TextTask(DatasetTask):
     """Whether samples can be made one by one, in any order, by ``encode`` and ``targets`` alone."""
     libraries: ClassVar[Sequence[str]] = ("hftune.data.rows", "hftune.data.notices", "hftune.models.pretrained")
 
+    @property
+    def needs_whole(self) -> str | None:
+        """New tokens begin with the mean of the embeddings."""
+        return "to build" if self.new_tokens else None
+
     def field_problems(self) -> Iterator[str]:
         yield from super().field_problems()
         yield from self.model_problems()

@@ -22,7 +22,7 @@ from hftune.tasks.text import NO_LABEL
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from hftune.data.pictures import PicturedFormat, PicturedTexts
     from hftune.data.tokenized import Ragged, Texts
@@ -201,18 +201,17 @@ class VisionChats(Chats):
 
     # The model
 
-    @cached_property
-    def named_config(self) -> PreTrainedConfig:
-        from hftune.data.byte_tokenizer import IMAGE
-        from hftune.models.pretrained import load_config
+    @property
+    def needs_whole(self) -> str | None:
+        """Layers of a trained tower whose features are not read are found by a trial."""
+        return super().needs_whole if self.freeze_vision else "to build"
 
-        if self.model is not None:
-            return super().named_config
-        tokens = self.text_tokenizer
-        fresh = {"vocab_size": len(tokens), "bos_token_id": None, "eos_token_id": tokens.eos_token_id}
-        text = {**self.model_config.get("text_config", {}), **fresh}
-        ids = {"image_token_id": tokens.convert_tokens_to_ids(IMAGE)}
-        return load_config(None, {**self.model_config, "text_config": text, **ids})
+    def new_config(self, of_tokens: Mapping[str, Any]) -> dict[str, Any]:
+        from hftune.data.byte_tokenizer import IMAGE
+
+        text = {**self.model_config.get("text_config", {}), **of_tokens}
+        image_id = self.text_tokenizer.convert_tokens_to_ids(IMAGE)
+        return {**self.model_config, "text_config": text, "image_token_id": image_id}
 
     def build_model(self) -> PreTrainedModel:
         """Load the model, or build a new one, and freeze its vision tower, or what of it does not count.
