@@ -4,6 +4,7 @@ import ast
 import json
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import hftune
 from hftune import ConfigError, DataError, Recipe, cli
 from hftune.build import load_datasets
 from hftune.data.demo import solutions
-from tests.support.runs import NO_DROPOUT, TINY, train_on
+from tests.support.runs import NO_DROPOUT, TINY, recipe_for_rows, train_on
 
 SMALL = (
     *("task.max_train_samples=60", "task.max_eval_samples=13", "train.batch_size=12", "train.log_every=1"),
@@ -123,13 +124,7 @@ def test_steps_need_something_between_them():
 @pytest.fixture
 def own(tmp_path):
     """Return a function that makes a recipe for rows of one's own."""
-
-    def make(*rows, words=()):
-        (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        files = ("task.dataset=null", f"task.data_files.train={tmp_path}/rows.jsonl", "eval.every=never", "eval.metric=loss")
-        return Recipe.load("process_reward_demo", *files, f"output_dir={tmp_path}/out", *words)
-
-    return make
+    return partial(recipe_for_rows, "process_reward_demo", tmp_path)
 
 
 GOOD = {"prompt": "1+1+1?", "completions": ["1+1=2", "2+1=4"], "labels": [True, False]}

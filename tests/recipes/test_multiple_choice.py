@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hftune import ConfigError, DataError, Recipe, cli
 from hftune.build import load_datasets
 from hftune.data.choices import right_choices, sides
 from tests.parity.test_fully_sharded import same
-from tests.support.runs import NO_DROPOUT, TINY, train_on
+from tests.support.runs import NO_DROPOUT, TINY, recipe_for_rows, train_on
 
 WHOLE = (
     *("replace=[task.model_config]", *TINY, "task.max_train_samples=50", "task.max_eval_samples=23", "task.max_length=40"),
@@ -81,13 +82,7 @@ def test_loss_and_choices_are_those_of_transformers_head(runs):
 @pytest.fixture
 def own(tmp_path):
     """Return a function that makes a recipe for rows of one's own."""
-
-    def make(*rows, words=()):
-        (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        files = ("task.dataset=null", f"task.data_files.train={tmp_path}/rows.jsonl", "eval.every=never", "eval.metric=loss")
-        return Recipe.load("multiple_choice_demo", *files, f"output_dir={tmp_path}/out", *words)
-
-    return make
+    return partial(recipe_for_rows, "multiple_choice_demo", tmp_path)
 
 
 GOOD = {"question": "who sang?", "choices": ["ida", "leo"], "answer": "B"}

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from hftune.data.demo import facts
 from hftune.data.spans import best_spans, ranked, windows_of
 from hftune.metrics.squad import answer_scores, split_scores
 from tests.parity.test_fully_sharded import same
-from tests.support.runs import NO_DROPOUT, TINY, train_on
+from tests.support.runs import NO_DROPOUT, TINY, recipe_for_rows, train_on
 
 WHOLE = (
     *("replace=[task.model_config]", *TINY, "task.max_train_samples=50", "task.max_eval_samples=23", "task.max_length=40"),
@@ -205,14 +206,8 @@ def test_answers_begin_and_end_with_their_words_if_tokens_have_the_space_before_
 
 @pytest.fixture
 def own(tmp_path):
-    """Return a function that makes a recipe for the lines of a file of one's own."""
-
-    def make(*rows, words=(), name="rows.jsonl"):
-        (tmp_path / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        files = ("task.dataset=null", f"task.data_files.train={tmp_path}/{name}", "eval.every=never", "eval.metric=loss")
-        return Recipe.load("question_answering_demo", *files, f"output_dir={tmp_path}/out", *words)
-
-    return make
+    """Return a function that makes a recipe for rows of one's own."""
+    return partial(recipe_for_rows, "question_answering_demo", tmp_path)
 
 
 GOOD = {"question": "who sang?", "context": "on monday ida sang.", "answers": {"text": ["ida"], "answer_start": [10]}}

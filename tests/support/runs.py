@@ -58,6 +58,16 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     return path
 
 
+def recipe_for_rows(
+    recipe: str, folder: Path, *rows: Mapping[str, Any], words: Iterable[str] = (), name: str = "rows.jsonl"
+) -> Any:
+    """Return a Recipe that trains on rows, which are written into a file, and evaluates nothing."""
+    from hftune import Recipe  # pytest's first process imports this module, and not hftune
+
+    files = ("task.dataset=null", f"task.data_files.train={write_jsonl(folder / name, rows)}")
+    return Recipe.load(recipe, *files, "eval.every=never", "eval.metric=loss", f"output_dir={folder}/out", *words)
+
+
 def three_files(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[Path, Path, Path]:
     """Write a file of all rows, one of the first three quarters, and one of the rest."""
     parts = {"all": rows, "many": rows[: 3 * len(rows) // 4], "few": rows[3 * len(rows) // 4 :]}
