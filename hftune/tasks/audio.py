@@ -15,7 +15,7 @@ from hftune.config.keys import key
 from hftune.data.columns import KINDS, is_text
 from hftune.data.files import local_files, model_folder_problems
 from hftune.errors import DataError
-from hftune.tasks.folders import FolderTask
+from hftune.tasks.folders import Pretrained
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class AudioTask(FolderTask):
+class AudioTask(Pretrained):
     """Base of tasks on recordings, with a model of transformers and its feature extractor.
 
     Recordings are padded to the longest of a micro-batch, with an attention mask: speech models have no packing.
@@ -60,12 +60,6 @@ class AudioTask(FolderTask):
 
     rows_are = "recordings"
     instead_of_hub = "task.dataset=audiofolder task.data_dir=FOLDER, or task.data_files.train=... task.data_files.eval=..."
-    auto_class: ClassVar[str] = ""
-    """Class of transformers that loads the model."""
-    does: ClassVar[str] = ""
-    """What its models do, for messages."""
-    examples: ClassVar[str] = ""
-    """Models to name instead of one that does not, for messages."""
     libraries: ClassVar[Sequence[str]] = ("hftune.data.rows", "hftune.data.notices", "hftune.data.audio", "hftune.models.audio")
 
     def field_problems(self) -> Iterator[str]:
@@ -84,24 +78,9 @@ class AudioTask(FolderTask):
 
     # What the model hears
 
-    @property
-    def _model_name(self) -> str:
-        """The key and value that name the model, for messages."""
-        return f"task.model={self.model}" if self.model is not None else "task.model_config"
-
     @cached_property
     def named_config(self) -> PreTrainedConfig:
-        """The config of the model that the recipe names, or of the new model, as it is before it knows the data.
-
-        Raises:
-            ConfigError: it is not a model for this task.
-        """
-        from hftune.models.image_processor import check_does
-        from hftune.models.pretrained import load_config
-
-        config = load_config(self.model, self.model_config, self.model_commit)
-        check_does(config, self.auto_class, self._model_name, self.does, self.examples)
-        return config
+        return self.checked_config()
 
     @cached_property
     def listener(self) -> Listener:

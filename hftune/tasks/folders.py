@@ -61,6 +61,35 @@ class FolderTask(DatasetTask):
         return [line for line in super().row_notices() if "chosen from" not in line or self.dataset not in FOLDER_FORMATS]
 
 
+class Pretrained(FolderTask):
+    """What tasks share that have a model of transformers for such samples, with the fields model, model_config."""
+
+    auto_class: ClassVar[str] = ""
+    """Of transformers, which finds the models that do what the task is."""
+    does: ClassVar[str] = ""
+    """What these models do, for messages."""
+    examples: ClassVar[str] = ""
+    """Names of such models, for messages."""
+
+    @property
+    def _model_name(self) -> str:
+        """The key and value that name the model, for messages."""
+        return f"task.model={self.model}" if self.model is not None else "task.model_config"
+
+    def checked_config(self) -> PreTrainedConfig:
+        """Return the config of the model that the recipe names, or of the new model, as it is before it knows the data.
+
+        Raises:
+            ConfigError: transformers has no such model for the task.
+        """
+        from hftune.models.image_processor import check_does
+        from hftune.models.pretrained import load_config
+
+        config = load_config(self.model, self.model_config, self.model_commit)
+        check_does(config, self.auto_class, self._model_name, self.does, self.examples)
+        return config
+
+
 class Classified(FolderTask):
     """What tasks share that classify such samples, with the fields label_column, label_names and label_smoothing."""
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hftune.config.keys import key
 from hftune.data.files import model_folder_problems
 from hftune.errors import did_you_mean, format_value
-from hftune.tasks.folders import head_notice
+from hftune.tasks.folders import Pretrained, head_notice
 from hftune.tasks.images import ImageTask, to_bytes
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ MIN_SIDE = 16
 
 
 @dataclass
-class PretrainedImageTask(ImageTask):
+class PretrainedImageTask(ImageTask, Pretrained):
     """A task on images for which transformers has models with a head."""
 
     model: str | None = key(None, changes="model")
@@ -55,12 +55,6 @@ class PretrainedImageTask(ImageTask):
     image that a crop with a random aspect shows, such as 0.3. flip: probability of flipping left to right. color: largest
     relative change of brightness, contrast and saturation."""
 
-    auto_class: ClassVar[str]
-    """Of transformers, which finds the models that do what the task is."""
-    does: ClassVar[str]
-    """What these models do, for messages."""
-    examples: ClassVar[str]
-    """Names of such models, for messages."""
     example_type: ClassVar[str]
     """A model_type of theirs, for messages."""
     new_processor: ClassVar[str]
@@ -98,24 +92,10 @@ class PretrainedImageTask(ImageTask):
 
     @cached_property
     def _config(self) -> PreTrainedConfig:
-        """The config of the model, as it is before it gets the classes of the data.
-
-        Raises:
-            ConfigError: transformers has no such model for the task.
-        """
-        from hftune.models.image_processor import check_does
-        from hftune.models.pretrained import load_config
-
-        config = load_config(self.model, self.model_config, self.model_commit)
-        check_does(config, self.auto_class, self._model_name, self.does, self.examples)
+        config = self.checked_config()
         if self.model is None and self.image_size is not None and isinstance(getattr(config, "image_size", None), int):
             config.image_size = self.image_size
         return config
-
-    @property
-    def _model_name(self) -> str:
-        """The key and value that name the model, for messages."""
-        return f"task.model={self.model}" if self.model is not None else "task.model_config"
 
     @cached_property
     def _form(self) -> Any:
