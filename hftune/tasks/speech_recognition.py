@@ -17,7 +17,7 @@ from hftune.data.columns import AUDIO, FILES, Role
 from hftune.errors import ConfigError, DataError
 from hftune.metrics.records import directions
 from hftune.tasks.audio import AudioTask
-from hftune.tasks.text import NO_LABEL, number_of, token_loss
+from hftune.tasks.text import NO_LABEL, number_of, split_of, token_loss
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -137,12 +137,9 @@ class Transcription(AudioTask):
     def inputs(self, batch: Batch) -> dict[str, Any]:
         return {name: batch[name] for name in (self.listener.input, "attention_mask") if name in batch}
 
-    def split_of(self, batch: Batch) -> str:
-        return {number_of(name): name for name in self.rows}[int(batch["split"][0])]
-
     def rows_of(self, texts: Sequence[str], batch: Batch) -> list[dict[str, Any]]:
         """Return rows of the text in the data, target, and of what the model has written, generated."""
-        own = self.texts[self.split_of(batch)]
+        own = self.texts[split_of(self.rows, batch)]
         pairs = zip(batch["index"].tolist(), texts, strict=True)
         return [{"target": own[index], "generated": self.normalized(text)} for index, text in pairs]
 
@@ -316,7 +313,7 @@ class SpeechRecognition(Transcription):
         return self._num_frames(lengths_N.long()).long()
 
     def _name_of(self, batch: Batch, place: int) -> str:
-        split = self.split_of(batch)
+        split = split_of(self.rows, batch)
         return f"Row {self.row_of(split)(int(batch['index'][place]))} of the {split} split"
 
     def build_model(self) -> PreTrainedModel:

@@ -356,8 +356,7 @@ class TextTask(DatasetTask):
 
     def rows_of(self, batch: Batch) -> dict[str, list]:
         """Return the rows that the samples of a batch are, as lists by column; see ``places_of``."""
-        split = {number_of(name): name for name in self.rows}[int(batch["split"][0])] if "split" in batch else "eval"
-        return self.rows[split][batch["index"].tolist()]
+        return self.rows[split_of(self.rows, batch)][batch["index"].tolist()]
 
     def datasets(self) -> Mapping[str, Any]:
         """Return the tokenized splits, with the columns of ``encode`` and ``targets``."""
@@ -663,6 +662,11 @@ def _code(task: type[TextTask]) -> list[Any]:
     files = hashes_of(kind.__module__ for kind in kinds)
     alone = [kind for kind in kinds if not hashes_of([kind.__module__])]
     return [files, *(function for kind in alone for function in vars(kind).values() if inspect.isfunction(function))]
+
+
+def split_of(splits: Iterable[str], batch: Batch) -> str:
+    """Return which of some splits the samples of a batch are of: by its ``split``, their ``number_of``; eval if it has none."""
+    return {number_of(name): name for name in splits}[int(batch["split"][0])] if "split" in batch else "eval"
 
 
 def number_of(split: str) -> int:
