@@ -108,7 +108,7 @@ def attention_with_dropout(
     value_RHtd: Tensor,
     p: float,
     scale: float,
-    hidden_tt: Tensor | None = None,
+    hidden: Tensor | None = None,
     heads: tuple[int, int] | None = None,
 ) -> Tensor:
     """Return the attention (R, H, t, d) of texts of equal length, with dropout of the attention weights. CPUs only.
@@ -119,16 +119,19 @@ def attention_with_dropout(
     Args:
         p: probability with which an attention weight is dropped, in (0, 1).
         scale: of the scores; usually 1 / sqrt(d).
-        hidden_tt: bool, true where a token (row) must not see another one (column).
+        hidden: bool, (t, t) or of four dimensions that broadcast to (R, H, t, t); true where a token (row) must not see another
+            one (column).
         heads: which one the first of these heads is, and of how many; the masks are a part of those of all heads.
     """
     _, given, length, _ = query_RHtd.shape
     heads = heads or (0, given)
     count = max(1, AT_ONCE // (heads[1] * length * key_RHtd.shape[2]))
     parts = [tensor.split(count) for tensor in (query_RHtd, key_RHtd, value_RHtd)]
+    is_own = hidden is not None and hidden.ndim == 4
+    hiddens = hidden.split(count) if is_own else [hidden] * len(parts[0])
     outputs = [
-        _AttentionWithDropout.apply(*(part.flatten(0, 1) for part in some), p, scale, hidden_tt, given, heads)
-        for some in zip(*parts, strict=True)
+        _AttentionWithDropout.apply(*(part.flatten(0, 1) for part in some), p, scale, own, given, heads)
+        for *some, own in zip(*parts, hiddens, strict=True)
     ]
     outputs = [output.unflatten(0, (-1, given)) for output in outputs]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -153,14 +156,14 @@ class _AttentionWithDropout(torch.autograd.Function):
         value: Tensor,
         p: float,
         scale: float,
-        hidden_tt: Tensor | None,
+        hidden: Tensor | None,
         given: int,
         heads: tuple[int, int],
     ) -> Tensor:
         with torch.autocast("cpu", enabled=False):  # what arrives has its precision already
             scores = torch.bmm(query * scale, key.transpose(1, 2))
-            if hidden_tt is not None:
-                scores.masked_fill_(hidden_tt, -torch.inf)
+            if hidden is not None:
+                scores.unflatten(0, (-1, given)).masked_fill_(hidden, -torch.inf)
             weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
             mask = draw_mask(weights.unflatten(0, (-1, given)), p, heads).flatten(0, 1)
             output = torch.bmm(masked(weights, mask, scale_of(p)), value)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hftune.errors import ConfigError
 from hftune.models.dropout import attention_with_dropout
+from hftune.models.groups import SPARE, Groups
 from hftune.models.kinds import ATTENTION
 
 MASK = "attention_mask"
@@ -120,16 +121,6 @@ class Packing(RealTokens):
         """Tokens of the longest text."""
         return max(self.lengths)
 
-    @cached_property
-    def runs(self) -> list[tuple[int, int, int]]:
-        """Neighbouring texts of equal length, which are computed together: where they start, how many, and their length."""
-        found, start = [], 0
-        for length, group in groupby(self.lengths):
-            count = len([*group])
-            found.append((start, count, length))
-            start += count * length
-        return found
-
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Packing:
         """Return it on a device."""
         return self._moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -202,7 +193,7 @@ def packed_attention(
         q, k, v = (x_1HNd[0].transpose(0, 1) for x_1HNd in (query, key, value))
         output = varlen_attention(q, k, v, packing, packing, causal, dropout, scale, sliding_window)[None]
     else:
-        output = _text_by_text(query, key, value, packing, dropout, causal, scale, sliding_window)
+        output = _by_groups(query, key, value, packing, dropout, causal, scale, sliding_window)
     if packing.shared is not None:
         output = output.index_select(1, packing.shared[1])
     return output if context is None else context.by_tokens(output), None
@@ -236,7 +227,7 @@ def varlen_attention(
     return efficient(*tensors, None, *texts, dropout, mask_type, needs_gradient, scale=scale)[0][0]
 
 
-def _text_by_text(
+def _by_groups(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -246,42 +237,43 @@ def _text_by_text(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Compute one run of equally long texts after the other, with torch's fused kernel, or with dropout of our own on CPUs."""
+    """Compute one group of texts after the other, with torch's fused kernel, or with dropout of our own on CPUs."""
+    heads = (0, query.shape[1]) if packing.context is None else packing.context.heads(query.shape[1])
+    groups = Groups.of(packing.lengths, SPARE // heads[1] if dropout else 0)
     outputs = []
-    for start, count, length in packing.runs:
-        if length == 0:
-            continue
-        q_RHtd, k_RHtd, v_RHtd = (
-            tensor[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
-            for tensor in (query, key, value)
-        )
-        seen_tt = _seen(length, causal, window, query.device)
-        heads = None if packing.context is None else packing.context.heads(query.shape[1])
-        out_RHtd = attention(q_RHtd, k_RHtd, v_RHtd, seen_tt, causal and seen_tt is None, dropout, scale, heads)
-        outputs.append(out_RHtd.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs)[None]
+    q_all, k_all, v_all = (groups.pad(x_1HNd[0].transpose(0, 1)) for x_1HNd in (query, key, value))
+    for (count, length), real_R11T, *qkv in zip(groups.shapes, groups.real, q_all, k_all, v_all, strict=True):
+        q_RHTd, k_RHTd, v_RHTd = (x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv)
+        seen = _seen(length, causal, window, query.device)
+        if real_R11T is not None and not causal:
+            real_R11T = torch.as_tensor(real_R11T, device=query.device)
+            seen = real_R11T if seen is None else seen & real_R11T | torch.eye(length, dtype=torch.bool, device=query.device)
+        output = attention(q_RHTd, k_RHTd, v_RHTd, seen, causal and seen is None, dropout, scale, heads)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return groups.unpad(outputs)[None]
 
 
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seen_ts: Tensor | None,
+    seen: Tensor | None,
     causal: bool,
     dropout: float,
     scale: float,
     heads: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Compute attention (R, H, t, d) of texts of equal length, which see ``seen_ts``, or earlier tokens if ``causal``.
+    """Compute attention (R, H, t, d) of texts of equal length, which see ``seen``, or earlier tokens if ``causal``.
 
     Args:
+        seen: as ``attention_with_dropout`` takes ``hidden``, but true where a token is seen.
         heads: as ``attention_with_dropout`` takes it.
     """
     if not dropout or q.device.type != "cpu":
-        return scaled_dot_product_attention(q, k, v, seen_ts, dropout, is_causal=causal, scale=scale)
+        return scaled_dot_product_attention(q, k, v, seen, dropout, is_causal=causal, scale=scale)
     if causal:
-        seen_ts = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
-    return attention_with_dropout(q, k, v, dropout, scale, None if seen_ts is None else ~seen_ts, heads)
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+    return attention_with_dropout(q, k, v, dropout, scale, None if seen is None else ~seen, heads)
 
 
 def _seen(length: int, causal: bool, window: int | None, device: torch.device) -> Tensor | None:

@@ -71,14 +71,10 @@ class Prefix:
         return replace(self, packing=change(self.packing), sources=change(self.sources), titles=change(self.titles))
 
     @cached_property
-    def runs(self) -> list[tuple[int, int, int, int]]:
-        """Neighbouring rows of equal lengths: where they start among the real tokens, how many, and their two lengths."""
-        found, start = [], 0
-        for (source, title), group in groupby(zip(self.sources.lengths, self.titles.lengths, strict=True)):
-            count = len([*group])
-            found.append((start, count, source, title))
-            start += count * (source + title)
-        return found
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Neighbouring rows of equal lengths: how many, and their two lengths."""
+        rows = groupby(zip(self.sources.lengths, self.titles.lengths, strict=True))
+        return [(len([*group]), source, title) for (source, title), group in rows]
 
     @cached_property
     def order(self) -> Tensor:
@@ -114,9 +110,10 @@ class Prefix:
     def attend_by_rows(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float) -> Tensor:
         """Call torch's fused kernel for each run of rows of equal lengths."""
         contexts = []
-        for start, count, source, title in self.runs:
-            stop = start + count * (source + title)
-            q, k, v = (x[0, :, start:stop].unflatten(1, (count, -1)).transpose(0, 1) for x in (query, key, value))
+        sizes = [count * (source + title) for count, source, title in self.runs]
+        runs = (x_1HNd[0].split(sizes, 1) for x_1HNd in (query, key, value))
+        for (count, source, title), *qkv in zip(self.runs, *runs, strict=True):
+            q, k, v = (x.unflatten(1, (count, -1)).transpose(0, 1) for x in qkv)
             parts = []
             if source:
                 parts.append(attention(q[:, :, :source], k[:, :, :source], v[:, :, :source], None, False, dropout, scale))

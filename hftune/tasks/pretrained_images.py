@@ -149,8 +149,7 @@ class PretrainedImageTask(ImageTask, Pretrained):
         import torch
 
         pixels_NHWC = torch.from_numpy(np.stack([self._whole(image_HWC) for image_HWC in images]))
-        # A copy, although grey images already have this layout: with unusual strides, DDP would warn about the gradients.
-        pixels_NCHW = pixels_NHWC.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
+        pixels_NCHW = pixels_NHWC.permute(0, 3, 1, 2)  # channels last in memory, which makes convolutions faster
         if self._form.is_bgr:
             pixels_NCHW = pixels_NCHW.flip(1)
         mean_C11, std_C11 = self._normalization()

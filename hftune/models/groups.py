@@ -1,0 +1,98 @@
+"""Texts of similar length, whose attention is computed together on CPUs.
+
+A call of attention for each length takes longer than the arithmetic of short texts, and so do gradients of slices: each fills a
+row of zeros as long as all texts. So tokens are moved into groups at once, and back at once.
+"""
+
+# Shapes: N tokens of all texts, H heads, d width of a head, R texts of a group, T tokens of its longest, P tokens of all groups
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SPARE = 2**13
+"""Attention scores of all heads that take as long as another group, if dropout is our own. Without dropout, a mask that hides
+padding takes longer than further groups. Both were measured."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Where the tokens of a packed row are in groups, each text padded at its end to the longest of its group."""
+
+    shapes: list[tuple[int, int]]
+    """R and T of each group."""
+    real: list[np.ndarray | None]
+    """Which tokens are real, (R, 1, 1, T); None: all are."""
+    at_P: np.ndarray | None = None
+    """Which of the N tokens each of the P is, another one of its text where it is padding. None: the row is its groups."""
+    back_N: np.ndarray | None = None
+    """Where each of the N tokens is among the P."""
+    padding: np.ndarray | None = None
+    """Which of the P are padding."""
+
+    @classmethod
+    @lru_cache(maxsize=4)  # all layers ask for the same
+    def of(cls, lengths: tuple[int, ...], spare: int) -> Groups:
+        """Group texts by length, so that padding adds at most ``spare`` attention scores to each head of a group."""
+        counts = np.array(lengths)
+        groups, real_scores = list[list[int]](), 0
+        for text in np.argsort(counts, kind="stable")[np.count_nonzero(counts == 0) :].tolist():
+            scores = lengths[text] ** 2
+            if groups and len(groups[-1]) * scores - real_scores <= spare:
+                groups[-1].append(text)
+                real_scores += scores
+            else:
+                groups.append([text])
+                real_scores = scores
+        shapes = [(len(group), lengths[group[-1]]) for group in groups]
+        starts = counts.cumsum() - counts
+        inner = [np.arange(T)[None] for _, T in shapes]
+        at_P = np.concatenate(
+            [
+                (starts[group, None] + np.minimum(places, counts[group, None] - 1)).ravel()
+                for group, places in zip(groups, inner, strict=True)
+            ]
+        )
+        is_real = [places < counts[group, None] for group, places in zip(groups, inner, strict=True)]
+        real_P = np.concatenate([some.ravel() for some in is_real])
+        if real_P.all() and (np.diff(at_P) == 1).all():
+            return cls(shapes, [None] * len(shapes))
+        back_N = np.empty(counts.sum(), np.int64)
+        back_N[at_P[real_P]] = real_P.nonzero()[0]
+        return cls(
+            shapes, [None if some.all() else some[:, None, None] for some in is_real], at_P, back_N, (~real_P).nonzero()[0]
+        )
+
+    def pad(self, x_NHd: Tensor) -> tuple[Tensor, ...]:
+        """Return the tokens of each group, (R T, H, d). The gradients of padding must be 0."""
+        if self.at_P is not None:
+            x_NHd = _Moved.apply(x_NHd, self.at_P, self.back_N, None)
+        return x_NHd.split([R * T for R, T in self.shapes])
+
+    def unpad(self, groups: Sequence[Tensor]) -> Tensor:
+        """Return the tokens (N, H, d) of all groups."""
+        x_PHd = torch.cat([*groups])
+        return x_PHd if self.at_P is None else _Moved.apply(x_PHd, self.back_N, self.at_P, self.padding)
+
+
+class _Moved(torch.autograd.Function):
+    """Select rows, each once but for padding. torch's gradient of a selection would add up row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, to: np.ndarray, back: np.ndarray, padding: np.ndarray | None) -> Tensor:
+        ctx.back, ctx.padding = back, padding
+        return x.index_select(0, torch.as_tensor(to, device=x.device))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_back = grad.index_select(0, torch.as_tensor(ctx.back, device=grad.device))
+        if ctx.padding is not None and len(ctx.padding):
+            grad_back = grad_back.index_fill(0, torch.as_tensor(ctx.padding, device=grad.device), 0)
+        return grad_back, None, None, None
