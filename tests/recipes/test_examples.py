@@ -56,7 +56,7 @@ def test_the_table_names_every_example_and_every_name_exists():
 
 def test_the_commands_in_the_table_are_accepted(example):
     commands = re.findall(r"`([^`]+)` \|$", (EXAMPLES / "README.md").read_text(), flags=re.MULTILINE)
-    assert len(commands) == 10
+    assert len(commands) == 11
     trained = [command.split(" && ") for command in commands if "hftune train" in command]
     for place, command in trained:
         example(place.removeprefix("cd examples/"))
@@ -66,6 +66,17 @@ def test_the_commands_in_the_table_are_accepted(example):
     assert len(trained) == 3 and all(
         (EXAMPLES.parent / word).is_file() for word in named - {"examples/own_task"} if "." in word
     )
+
+
+def test_the_speedrun_tells_its_story(example, tmp_path):
+    example(".")
+    words = ["sh", "speedrun.sh", str(tmp_path / "runs")]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # no warm process, which outlives its command
+    done = subprocess.run(words, env=environment(PATH=path, STEPS="8"), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The runs do not diverge." in done.stdout and re.search(r"resumed after step [2-7] on 1 process", done.stdout)
+    assert "Every step used the samples of its plan, each exactly once per epoch." in done.stdout
+    assert re.findall(r"\d stars?\t0\.\d+", done.stdout) and "'score': 0." in done.stdout
 
 
 def test_own_csv_files_train_a_classifier_of_their_own_labels(example):
