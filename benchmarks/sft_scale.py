@@ -18,7 +18,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -135,14 +135,17 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def planned_batches(recipe: Recipe, data: Any) -> list[list[dict[str, list[int]]]]:
-    """Return the samples of each of hftune's steps, as TRL takes them: its models shift the labels themselves."""
+    """Return the samples of each of hftune's steps, as TRL takes them."""
     from hftune.build import plan_batches
 
-    def sample(index: int) -> dict[str, list[int]]:
-        inputs, labels = (data[index][name].tolist() for name in ("input_ids", "labels"))
-        return {"input_ids": [*inputs, labels[-1]], "labels": [-100, *labels]}  # the last token is a trained one
+    steps = plan_batches(recipe, data).epoch(0)
+    return [[shifted(data[int(index)]) for part in step for index in part.samples] for step in steps]
 
-    return [[sample(int(index)) for part in step for index in part.samples] for step in plan_batches(recipe, data).epoch(0)]
+
+def shifted(sample: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return a sample as TRL takes it, whose models shift the labels themselves."""
+    inputs, labels = (sample[name].tolist() for name in ("input_ids", "labels"))
+    return {"input_ids": [*inputs, labels[-1]], "labels": [-100, *labels]}  # the last token is a trained one
 
 
 def train_with_hftune(recipe: Recipe) -> Curves:

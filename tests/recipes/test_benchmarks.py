@@ -31,6 +31,12 @@ def number(cell):
     return float(cell.replace(",", "").rstrip("x%"))
 
 
+def check_against_trainer(cells):
+    theirs = {row["task"]: row[""] for row in cells.rows if row[""] not in ("hftune", "Trainer")}
+    assert theirs == {"chats": "SFTTrainer", "embeddings": "SentenceTransformerTrainer"}
+    assert [row["task"] for row in cells.rows[::2]] == [row["task"] for row in cells.rows[1::2]]
+
+
 def check_batch_plan(cells):
     assert cells.column("steps") == [79, 79, 79]  # 10,000 samples in batches of 128, the short last one kept
     assert all(micro_batches >= 79 * 4 - 3 for micro_batches in cells.column("micro-batches"))
@@ -185,9 +191,24 @@ def test_smoke_run_ends_well_with_a_sensible_table(tmp_path, monkeypatch, name):
 
 @pytest.mark.parametrize("name", TRL)
 def test_comparison_with_trl_says_in_a_sentence_that_it_is_not_installed(name):
-    # Cold: no torch is imported to say this.
-    without = f"import runpy, sys; sys.modules['trl'] = None; sys.path[0] = {str(BENCHMARKS)!r}; sys.argv = [{name!r}]"
-    command = [sys.executable, "-c", f"{without}; runpy.run_path({str(BENCHMARKS / name)!r} + '.py', run_name='__main__')"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    done = run_without("trl", name)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"benchmarks/{name}.py compares hftune with TRL, which is not installed: pip install {TRL[name]}.\n"
+
+
+def test_comparison_with_trainers_leaves_out_a_row_whose_library_is_not_installed():
+    done = run_without("sentence_transformers", "against_trainer", "--tasks", "embeddings")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "embeddings is left out: sentence_transformers is not installed. "
+        'pip install "trl==1.16.*" sentence-transformers has all.\n'
+    )
+
+
+def run_without(library, name, *words):
+    # Cold: no torch is imported to say this.
+    without = (
+        f"import runpy, sys; sys.modules[{library!r}] = None; sys.path[0] = {str(BENCHMARKS)!r}; sys.argv = {[name, *words]!r}"
+    )
+    command = [sys.executable, "-c", f"{without}; runpy.run_path({str(BENCHMARKS / name)!r} + '.py', run_name='__main__')"]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True)
