@@ -101,7 +101,7 @@ def test_command_is_understood_and_its_recipe_is_accepted(page, command, tmp_pat
         return None
     words = prepare(words, PAGES[page])
     if name == "evaluate":  # which takes an output folder, too
-        words = ["recipe=yelp_demo" if word == "outputs/yelp" else word for word in words]
+        words = ["recipe=yelp_demo" if word.startswith("outputs/") else word for word in words]
     if name in ("evaluate", "plan") and not any(word.startswith("recipe=") for word in words):
         words.insert(0, "recipe=yelp_demo")
     if name == "train" and words[0] in ("--help", "-h"):
