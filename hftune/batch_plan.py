@@ -5,11 +5,11 @@ Shape suffixes: S steps of an epoch, B samples of a global batch, N samples of t
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from heapq import heappop, heapreplace
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -307,7 +307,8 @@ class EpochPlan(Sequence):
         So the all-reduce of the gradient, which begins with the last backward pass, hides behind the longest one.
         """
         plan = self.plan
-        lengths, costs, total = lengths_B.tolist(), plan.row_costs(lengths_B).tolist(), int(lengths_B.sum())
+        costs_B, total = plan.row_costs(lengths_B), int(lengths_B.sum())
+        lengths, costs = lengths_B.tolist(), costs_B.tolist()
         max_rows, max_tokens = plan.micro_batch_size or len(lengths), plan.micro_batch_tokens or total
 
         def most_items(longest: int) -> int:
@@ -317,15 +318,17 @@ class EpochPlan(Sequence):
         while True:
             count = plan.num_parts(least, len(lengths))
             bins = balance(costs, count, most_items)
-            tokens = [sum([lengths[place] for place in places]) for places in bins]
-            fits = all(len(places) <= most_items(places[0]) for places in bins) and max(tokens) <= max_tokens
+            order_B = np.array([*chain.from_iterable(bins)])
+            starts = [0, *accumulate(map(len, bins))]
+            tokens = np.add.reduceat(lengths_B[order_B], starts[:-1]).tolist()
+            fits = max(tokens) <= max_tokens and all(len(places) <= most_items(places[0]) for places in bins)
             if fits or count == len(lengths):
                 break
             least = max(count + 1, count * 9 // 8)
-        loads = [sum([costs[place] for place in places]) for places in bins]
+        loads, samples_B = np.add.reduceat(costs_B[order_B], starts[:-1]).tolist(), samples_B[order_B]
         return [
-            MicroBatch(index, samples_B[bins[number]], lengths[bins[number][0]], tokens[number], loads[number])
-            for index, number in enumerate(sorted(range(count), key=lambda number: (loads[number], -number)))
+            MicroBatch(index, samples_B[starts[i] : starts[i + 1]], lengths[bins[i][0]], tokens[i], loads[i])
+            for index, i in enumerate(sorted(range(count), key=lambda i: (loads[i], -i)))
         ]
 
     def _cut(self, samples_B: np.ndarray, lengths_B: np.ndarray) -> list[MicroBatch]:
@@ -403,10 +406,12 @@ class _Lengths:
 
     def fill(self, max_tokens: int) -> list[int]:
         """Cut greedily: the first sample of a micro-batch sets the length of all its rows. Return where each one stops."""
-        stops, stop = [], 0
-        while stop < len(self.lengths):
-            stop = min(stop + min(self.max_rows, max_tokens // self.lengths[stop]), len(self.lengths))
+        lengths, max_rows, stops, stop = self.lengths, self.max_rows, list[int](), 0
+        while stop < len(lengths):
+            rows = max_tokens // lengths[stop]
+            stop += rows if rows < max_rows else max_rows
             stops.append(stop)
+        stops[-1] = len(lengths)
         return stops
 
 
@@ -449,19 +454,23 @@ def balance(costs: Sequence[int], num_bins: int, max_items: Callable[[int], int]
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     room = [len(costs)] * num_bins
-    loads = [(0, 0, index) for index in range(num_bins)]  # a heap of the bins that are not full
+    # A heap of the bins that are not full. Load, items and number of a bin are one integer, which compares faster than a tuple.
+    bits = max(len(costs), num_bins).bit_length()
+    last, one = (1 << bits) - 1, 1 << bits
+    loads = [*range(num_bins)]
     for item in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
         if not loads:  # too few bins
             bins[0].append(item)
             continue
-        load, count, index = loads[0]
-        bins[index].append(item)
-        if count == 0 and max_items is not None:
+        least = loads[0]
+        items = bins[index := least & last]
+        if not items and max_items is not None:
             room[index] = max_items(item)
-        if count + 1 < room[index]:
-            heapq.heapreplace(loads, (load + costs[item], count + 1, index))
+        items.append(item)
+        if len(items) < room[index]:
+            heapreplace(loads, least + (costs[item] << 2 * bits) + one)
         else:
-            heapq.heappop(loads)
+            heappop(loads)
     return [sorted(items) for items in bins]
 
 

@@ -242,10 +242,11 @@ def survey(batches: BatchPlan, num_steps: int, num_processes: int, config: Paral
         computed += sum(micro_batch.tokens for micro_batch in step)
         largest = max(largest, *(micro_batch.tokens for micro_batch in step))
         cost += sum(costs)
+        shares = {count: balance(costs, count) for count in busiest}
         for count in busiest:
-            busiest[count] += max(sum(costs[index] for index in share) for share in balance(costs, count))
+            busiest[count] += max(sum([costs[index] for index in share]) for share in shares[count])
         idle += len(step) < num_processes
-        for share in balance(costs, num_processes):
+        for share in shares[num_processes]:
             parts = [step[index] for index in share]
             shares_of[len(parts)] += 1
             if is_pipeline:
