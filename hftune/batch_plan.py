@@ -318,7 +318,7 @@ class EpochPlan(Sequence):
         while True:
             count = plan.num_parts(least, len(lengths))
             bins = balance(costs, count, most_items)
-            order_B = np.array([*chain.from_iterable(bins)])
+            order_B = np.fromiter(chain.from_iterable(bins), np.int64, len(lengths))
             starts = [0, *accumulate(map(len, bins))]
             tokens = np.add.reduceat(lengths_B[order_B], starts[:-1]).tolist()
             fits = max(tokens) <= max_tokens and all(len(places) <= most_items(places[0]) for places in bins)

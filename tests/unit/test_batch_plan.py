@@ -168,6 +168,14 @@ def test_balance_deals_every_item_once_and_no_rank_is_far_above_its_share(costs,
     assert heaviest <= sum(costs) / num_bins + max(costs) and heaviest <= 2 * best_possible
 
 
+@given(st.lists(st.integers(0, 9) | st.integers(0, 10**9), min_size=1, max_size=60), st.integers(1, 70))
+def test_balance_gives_each_item_to_the_lightest_bin_then_to_the_one_of_fewest_items_then_to_the_first(costs, num_bins):
+    expected = [[] for _ in range(num_bins)]
+    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+        min(expected, key=lambda items: (sum(costs[other] for other in items), len(items))).append(item)
+    assert balance(costs, num_bins) == [sorted(items) for items in expected]
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 def test_a_step_bounded_in_tokens_is_balanced_over_ranks(num_ranks):
     lengths = np.random.RandomState(0).lognormal(4, 0.8, 4096).clip(1, 512).astype(np.int32)
