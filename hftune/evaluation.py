@@ -38,15 +38,23 @@ class Evaluation:
 
 @dataclass
 class _Scored:
-    """One micro-batch as its process scored it; plain numbers, ready to be gathered."""
+    """One micro-batch as its process scored it; with numbers for its tensor, ready to be gathered."""
 
     index: int
     samples: list[int]
-    loss_sum: float
+    loss_sum: Any
+    """A scalar on the device, until all are read at once."""
     num_items: float
     rows: list[dict[str, Any]]
     images: dict[int, np.ndarray]
     """By sample."""
+
+    def look(self, task: Task) -> None:
+        """Wait for the rows, which may be late: see ``late_rows``."""
+        self.rows = [*self.rows]
+        if len(self.rows) != len(self.samples):
+            kind, count = type(task).__name__, len(self.samples)
+            raise RuntimeError(f"{kind}.predictions returned {len(self.rows)} rows for {count} samples.")
 
 
 def evaluate(
@@ -74,10 +82,19 @@ def evaluate(
     task = strategy.task
     micro_batches = plan_evaluation(task, dataset, config.batch_size, config.batch_tokens)
     total, scored = len(strategy.share(micro_batches)), dict[int, _Scored]()
-    for micro_batch, batch in strategy.evaluation_batches(dataset, micro_batches, num_workers, should_stop):
+    last: _Scored | None = None
+    for micro_batch, batch, num_items in strategy.evaluation_batches(dataset, micro_batches, num_workers, should_stop):
         with suppress(ModelNeeded):  # then they come again, with the model
-            scored[micro_batch.index] = _score(strategy, micro_batch, batch, config.show_samples)
+            before, last = last, _score(strategy, micro_batch, batch, num_items, config.show_samples)
+            scored[micro_batch.index] = last
+            if before is not None:  # a GPU computes the next one meanwhile
+                before.look(task)
         on_scored(len(scored), total)
+    if last is not None:
+        last.look(task)
+    sums = torch.stack([one.loss_sum for one in scored.values()]).tolist() if scored else []
+    for one, loss_sum in zip(scored.values(), sums, strict=True):
+        one.loss_sum = loss_sum
     if strategy.any_process(should_stop()):
         return None
     gathered = strategy.gather_to_main([*scored.values()], at_once=max(1, ROWS // config.batch_size))
@@ -129,13 +146,15 @@ def plan_evaluation(task: Task, dataset: Any, batch_size: int, batch_tokens: int
     return plan.epoch(0)[0]
 
 
-def _score(strategy: Strategy, micro_batch: MicroBatch, batch: dict[str, torch.Tensor], num_images: int) -> _Scored:
+def _score(
+    strategy: Strategy, micro_batch: MicroBatch, batch: dict[str, torch.Tensor], num_items: float, num_images: int
+) -> _Scored:
     task, samples = strategy.task, micro_batch.samples.tolist()
     indices = [index for index, sample in enumerate(samples) if sample < num_images]
     try:
         outputs, target = strategy.forward(batch), task.target(batch)
         with torch.no_grad():
-            loss_sum = float(task.loss(outputs, target))
+            loss_sum = task.loss(outputs, target).to(strategy.exact).reshape(())
             rows = task.predictions(outputs, strategy.model, batch)
             images = ask(task, "sample_images", [], outputs, strategy.model, batch, indices) if indices else []
     except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -145,10 +164,8 @@ def _score(strategy: Strategy, micro_batch: MicroBatch, batch: dict[str, torch.T
             f"Out of memory in the evaluation of {len(samples)} samples at a time. "
             "Lower eval.batch_size or eval.batch_tokens; no result depends on them."
         ) from error
-    if len(rows) != len(samples):
-        raise RuntimeError(f"{type(task).__name__}.predictions returned {len(rows)} rows for {len(samples)} samples.")
     shown = dict(zip([samples[index] for index in indices], images, strict=False))
-    return _Scored(micro_batch.index, samples, loss_sum, float(task.num_items(target)), rows, shown)
+    return _Scored(micro_batch.index, samples, loss_sum, num_items, rows, shown)
 
 
 def score_of(metrics: Mapping[str, Any], name: str, step: int) -> float:

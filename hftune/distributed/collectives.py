@@ -50,7 +50,9 @@ class Collectives:
 
     def any_process(self, flag: bool) -> bool:
         """Return, on all processes, whether ``flag`` is true on any of them."""
-        return bool(self.sum(torch.tensor(float(flag), device=self.device)))
+        if self.num_processes == 1:
+            return bool(flag)
+        return bool(self.sum(torch.full((), float(flag), device=self.device)))
 
     def least(self, values: list[int]) -> list[int]:
         """Return the least of each of some integers over all processes, from CPU to CPU: nobody waits for a GPU."""

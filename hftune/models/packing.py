@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -287,10 +287,23 @@ def _seen(length: int, causal: bool, window: int | None, device: torch.device) -
 
 AttentionInterface.register(ATTENTION, packed_attention)
 # While packed, there is no mask: one over N x N tokens would be made otherwise.
-AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None if _is_packed else sdpa_mask(*args, **kwargs))
+AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None if _is_packed else _mask(*args, **kwargs))
+AttentionMaskInterface.register("sdpa", lambda *args, **kwargs: _mask(*args, **kwargs))
 _is_packed: list[bool] = []
+_padding: list[Mapping[tuple[int, ...], bool]] = []
+"""What ``told_of_padding`` was told."""
 _watching: list[list[nn.Module]] = []
 """What ``attention_calls`` has yielded."""
+
+
+def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """Make the mask that transformers' ``sdpa_mask`` makes, which looks for padding, and so waits for a GPU."""
+    known = _padding[-1].get(tuple(attention_mask.shape)) if _padding and attention_mask is not None else None
+    if known is True:
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    elif known is False:
+        attention_mask = None
+    return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
 
 
 @contextmanager
@@ -298,9 +311,32 @@ def without_masks() -> Iterator[None]:
     """Let the models called inside make no attention masks. For calls with ``packing``."""
     _is_packed.append(True)
     try:
-        yield
+        with told_of_padding({}):
+            yield
     finally:
         _is_packed.pop()
+
+
+@contextmanager
+def told_of_padding(padding: Mapping[tuple[int, ...], bool]) -> Iterator[None]:
+    """Let the models called inside look at no tensor on a GPU for padding: somebody has looked on the host.
+
+    Nor do they look for texts that positions tell apart within a row, or for padding to warn of; transformers 5.23 has no
+    settings for these.
+
+    Args:
+        padding: whether masks hide anything, by their shape. At others they look.
+    """
+    find, warn = masking_utils.find_packed_sequence_indices, PreTrainedModel.warn_if_padding_and_no_attention_mask
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    PreTrainedModel.warn_if_padding_and_no_attention_mask = lambda self, input_ids, attention_mask: None
+    _padding.append(padding)
+    try:
+        yield
+    finally:
+        _padding.pop()
+        masking_utils.find_packed_sequence_indices = find
+        PreTrainedModel.warn_if_padding_and_no_attention_mask = warn
 
 
 @contextmanager

@@ -5,6 +5,8 @@ Shape suffixes: N images, C channels, H and W height and width; values of images
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, interpolate, pad, silu
@@ -107,19 +109,20 @@ class AnySize(nn.Module):
         super().__init__()
         self.network = network
 
-    def forward(self, image: Tensor, mask: Tensor, size: Tensor | None = None) -> Tensor:
+    def forward(self, image: Tensor, mask: Tensor, size: Sequence[Sequence[int]] | None = None) -> Tensor:
         """Return restored images (N, 3, H, W).
 
         Args:
             image: damaged images (N, 3, H, W). mask: (N, 1, H, W), 1 for damaged pixels, 0 elsewhere.
-            size: height and width of each image (N, 2), int64; None if all have size H, W.
+            size: height and width of each image, N of both; None if all have size H, W.
         """
         if size is None:
             return self._one_size(image, mask)
         output_N3HW = torch.zeros_like(image)
-        sizes = [tuple(pair) for pair in size.tolist()]
+        sizes = [tuple(pair) for pair in size]
         for height, width in sorted(set(sizes)):
-            indices = torch.tensor([n for n, other in enumerate(sizes) if other == (height, width)], device=image.device)
+            places = [n for n, other in enumerate(sizes) if other == (height, width)]
+            indices = torch.tensor(places, pin_memory=image.is_cuda).to(image.device, non_blocking=True)
             restored = self._one_size(image[indices, :, :height, :width], mask[indices, :, :height, :width])
             edges = (0, image.shape[3] - width, 0, image.shape[2] - height)
             output_N3HW = output_N3HW.index_copy(0, indices, pad(restored, edges).to(output_N3HW.dtype))

@@ -7,6 +7,7 @@ A new strategy is a subclass of ``Strategy`` with its own ``Sharding``, and impl
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -26,6 +27,7 @@ from hftune.distributed.collectives import Collectives
 from hftune.distributed.progress import Progress
 from hftune.errors import TrainingError
 from hftune.strategies.loading import Loader, SideStream, read_ahead
+from hftune.strategies.packing import PACKING, padding_of
 from hftune.strategies.seeds import seed_forward
 from hftune.strategies.sharding import Sharding
 from hftune.strategies.step_times import StepTimes
@@ -64,6 +66,8 @@ class StepBatch:
     """One for each micro-batch of mine: on the device already, or on the CPU."""
     counts: list[float] = field(default_factory=list)
     """See ``Strategy.counts``."""
+    padding: list[Any] = field(default_factory=list)
+    """See ``Strategy.padding``: one for each of ``batches``."""
     copied: torch.cuda.Event | None = None
     """When a GPU has the batches."""
 
@@ -124,6 +128,10 @@ class Strategy(Collectives, ABC):
         """What this process added to the sums."""
         self._sums = self._means = torch.zeros(())
         self._micro_losses: list[Tensor] = []
+        self._is_finite = True
+        """Whether the gradient was, in the last ``report``."""
+        self._padding: dict[tuple[int, ...], bool] | None = None
+        """Of the last of ``evaluation_batches``."""
 
     def tried(self, model: nn.Module, trial: Callable[[nn.Module], Any]) -> Any:
         """Return, on all processes, what a trial of a model says on the main process, before ``prepare``. Collective.
@@ -319,14 +327,15 @@ class Strategy(Collectives, ABC):
                     self.progress.tick()  # slow loading is no stall
                     batch.batches.append(next(loaded))
                 batch.counts = self.counts(batch)
+                batch.padding = [*map(self.padding, batch.batches)]
                 if side is not None:
                     batch.batches, batch.copied = side.copy(batch.batches)
             yield batch
 
     def evaluation_batches(
         self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
-    ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
-        """Yield this process's share of the micro-batches, on the device; shares may be empty.
+    ) -> Iterator[tuple[MicroBatch, dict[str, Tensor], float]]:
+        """Yield this process's share of the micro-batches, on the device, and the items of each; shares may be empty.
 
         Until the last one is taken, the model is in evaluation mode and the same on all processes, running statistics
         included. Random draws, such as those of sampled generation, are keyed by micro-batch. The batches end early if
@@ -338,9 +347,15 @@ class Strategy(Collectives, ABC):
         with self.evaluating():
             for micro_batch in takewhile(lambda _: not should_stop(), mine):
                 self.progress.samples(micro_batch.samples)
-                batch = send_to_device(next(loaded), self.device, non_blocking=True)
+                on_host = next(loaded)
+                self._padding = self.padding(on_host)
+                batch = send_to_device(on_host, self.device, non_blocking=True)
                 seed_forward(0, 0, micro_batch.index, self.device)
-                yield micro_batch, batch
+                yield micro_batch, batch, float(self.task.num_items(self.task.target(on_host)))
+
+    def padding(self, batch: dict[str, Tensor]) -> dict[tuple[int, ...], bool] | None:
+        """Return what ``told_of_padding`` takes of a batch that is still on the host; None: a CPU may look itself."""
+        return None if self.device.type != "cuda" or PACKING in batch else padding_of(self.task.inputs(batch))
 
     def evaluated(self, dataset: Any, mine: Sequence[MicroBatch], num_workers: int) -> Iterator[dict[str, Tensor]]:
         """Return the batches of an evaluation's micro-batches, on the CPU. Not collective."""
@@ -366,6 +381,7 @@ class Strategy(Collectives, ABC):
     def report(self, grad_norm: Tensor) -> StepReport:
         """Read the results of ``forward_backward`` and ``clip_grad_norm``: the only wait for the device in a step."""
         norm, *sums = torch.cat([grad_norm.to(self.exact).view(1), self._sums, self._means]).tolist()
+        self._is_finite = math.isfinite(norm)
         loss, *others = sums[len(self._sums) :]
         counts, seconds = sums[: len(self._counts)], sums[len(self._counts) : len(self._sums)]
         if self.num_processes == 1:
@@ -410,7 +426,8 @@ class Strategy(Collectives, ABC):
         optimizer.step()
         self.times.finish()
         scaler = self.accelerator.scaler
-        if scaler is not None and scaler.get_scale() < 2.0**-14:  # halved at each of 30 skipped steps and more
+        # Halved at each of 30 skipped steps and more; a look at it waits for a GPU.
+        if scaler is not None and not self._is_finite and scaler.get_scale() < 2.0**-14:
             raise TrainingError(
                 "train.mixed_precision=fp16: the gradient overflows at every loss scale. Use train.mixed_precision=bf16 or no."
             )

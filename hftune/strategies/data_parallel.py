@@ -23,7 +23,7 @@ from hftune.models.kinds import TARGETS
 from hftune.models.trial import named_buffers, restored_buffers, tolerance_of
 from hftune.strategies.base import StepBatch, Strategy
 from hftune.strategies.optimizer_state import most_moments
-from hftune.strategies.packing import compute, given_to, head_targets, inputs_of, install_packing, reads_scores
+from hftune.strategies.packing import compute, given_to, head_targets, inputs_of, install_packing, reads_scores, told_of_padding
 from hftune.strategies.pipeline_stages import layers_of
 from hftune.strategies.seeds import LayerSeeds
 from hftune.strategies.sharding import Sharding, fill_gradients, refuse_unused, without_gradient
@@ -221,7 +221,8 @@ class DataParallel(Strategy):
             is_last = index == len(batch.mine) - 1
             resting = self._statistics.at_rest(weight == 0)
             accumulating = nullcontext() if is_last else self.sharding.accumulating()
-            with accumulating, self.explained_memory_errors(inputs, step), resting:
+            told = told_of_padding(batch.padding[index] if batch.padding else None)
+            with accumulating, self.explained_memory_errors(inputs, step), resting, told:
                 arguments, target, part = given_to(self.task, inputs, self.scores_head, self.context)
                 with self._statistics.micro_batch(weight * len(micro_batch.samples)):
                     outputs = compute(self.sharding.wrapped, **arguments)
@@ -301,7 +302,7 @@ class DataParallel(Strategy):
         self.progress.samples(batch.mine[index].samples)
         self._seeds.begin(seed, step, batch.mine[index].index)
         inputs = send_to_device(batch.batches[index], self.device, non_blocking=True)
-        with self.explained_memory_errors(inputs, step):
+        with self.explained_memory_errors(inputs, step), told_of_padding(batch.padding[index] if batch.padding else None):
             scores_head = self.scores_head and not torch.is_grad_enabled()
             return compute(self.sharding.model, **inputs_of(self.task, inputs, scores_head)), inputs  # past DDP
 
@@ -338,7 +339,8 @@ class DataParallel(Strategy):
         return self.sharding.whole(nn.utils.get_total_norm([value.grad for value in parameters if value.grad is not None]))
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
-        with torch.no_grad():  # past DDP, whose forward is collective: processes have unequal numbers of batches here
+        # Past DDP, whose forward is collective: processes have unequal numbers of batches here.
+        with torch.no_grad(), told_of_padding(self._padding):
             return self.model(**self.evaluation_inputs(batch))
 
     def evaluation_inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:

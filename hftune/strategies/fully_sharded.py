@@ -37,6 +37,7 @@ from hftune.strategies.base import NOTHING_ASKED, Asks, StepBatch, Strategy
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.on_demand import OnDemand
 from hftune.strategies.optimizer_state import check_optimizer, options_of
+from hftune.strategies.packing import told_of_padding
 from hftune.strategies.sharding import Piece, Sharding, start_equal
 from hftune.strategies.whole_model import absent_model, materialize, meta_copy, tied_parameters
 from hftune.task import Task
@@ -124,7 +125,7 @@ class FullySharded(DataParallel):
 
     def evaluation_batches(
         self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
-    ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
+    ) -> Iterator[tuple[MicroBatch, dict[str, Tensor], float]]:
         def ends() -> bool:
             self._on_demand.stops |= should_stop()
             return self._on_demand.stops or self._on_demand.fails
@@ -168,7 +169,7 @@ class FullySharded(DataParallel):
                 yield whole
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
-        with torch.no_grad():
+        with torch.no_grad(), told_of_padding(self._padding):
             return (self.model if self._needs_model else self.sharding.model)(**self.evaluation_inputs(batch))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +75,30 @@ def given_to(
         return arguments, target, 1 / context.size
     arguments[TARGETS] = target = context.own_targets(target, packing)
     return arguments, target, 1
+
+
+def padding_of(inputs: Mapping[str, Any]) -> dict[tuple[int, ...], bool] | None:
+    """Return whether the masks among a model's inputs on the host, (B, T) as layers see them, hide anything, by their shape.
+
+    None: positions may tell texts of a row apart, and transformers has to look at them.
+    """
+    if "position_ids" in inputs:
+        return None
+    found: dict[tuple[int, ...], bool] = {}
+    for name, mask in inputs.items():
+        if name.endswith("attention_mask") and isinstance(mask, Tensor) and mask.ndim > 1:
+            shape = tuple(mask.flatten(0, -2).shape)
+            found[shape] = found.get(shape, False) or not mask.all()
+    return found
+
+
+def told_of_padding(padding: dict[tuple[int, ...], bool] | None) -> AbstractContextManager[None]:
+    """Return a context in which transformers need not look at a GPU's masks; see ``padding_of``."""
+    if padding is None or "transformers" not in sys.modules:
+        return nullcontext()
+    from hftune.models.packing import told_of_padding
+
+    return told_of_padding(padding)
 
 
 def compute(model: nn.Module, *args: Any, **inputs: Any) -> Any:

@@ -306,7 +306,7 @@ class Pipeline(Strategy):
 
     def evaluation_batches(
         self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]
-    ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
+    ) -> Iterator[tuple[MicroBatch, dict[str, Tensor], float]]:
         mine = self.share(micro_batches)
         loaded = self.evaluated(dataset, mine, num_workers)
         size = self.config.fill_up(2 * self.config.pipeline_stages)
@@ -316,17 +316,19 @@ class Pipeline(Strategy):
                 torch.distributed.all_reduce(stops, group=self.grid.pipeline)
                 if stops:
                     return
-                some, batches, parts = mine[start : start + size], [], []
+                some, batches, items, parts = mine[start : start + size], [], [], []
                 for micro_batch in some:
                     self.progress.samples(micro_batch.samples)
-                    batches.append(send_to_device(next(loaded), self.device))
+                    on_host = next(loaded)
+                    items.append(float(self.task.num_items(self.task.target(on_host))))
+                    batches.append(send_to_device(on_host, self.device, non_blocking=True))
                     parts.append(self._micro_batch(batches[-1], (0, 0, micro_batch.index)))
                 self._run(parts + parts[-1:] * (size - len(some)), backward=False)
                 last = self._last_stage
-                for index, (micro_batch, batch) in enumerate(zip(some, batches, strict=True) if last else ()):
+                for index, each in enumerate(zip(some, batches, items, strict=True) if last else ()):
                     self._outputs = last.outputs.pop(index)
-                    self._seeds.begin(0, 0, micro_batch.index)
-                    yield micro_batch, batch
+                    self._seeds.begin(0, 0, each[0].index)
+                    yield each
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
         return self._outputs

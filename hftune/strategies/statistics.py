@@ -86,7 +86,7 @@ class RunningStatistics:
         if not self.places:
             return
         device = self._start[0].device
-        own = [*self._sums, torch.tensor([self._weight], dtype=self.exact, device=device)]
+        own = [*self._sums, torch.full((1,), self._weight, dtype=self.exact, device=device)]  # no copy to a GPU
         *sums, weight = sum_up(torch.cat([value.flatten() for value in own])).split([value.numel() for value in own])
         for place, buffer, total in zip(self.places, self._start, sums, strict=True):
             mean = (total / weight).view_as(buffer)

@@ -15,6 +15,7 @@ from hftune.data.messages import ChatError
 from hftune.data.preferences import PAIR, SIDES, pair_of, pair_tokens
 from hftune.metrics.records import directions
 from hftune.tasks.judged_answers import JudgedAnswers
+from hftune.tasks.late_rows import late_rows_each
 from hftune.tasks.text import beginning
 
 if TYPE_CHECKING:
@@ -62,18 +63,17 @@ class AnswerPairs(JudgedAnswers):
     def pair_rows(self, batch: Batch, losses_B: Tensor, rewards_BS: Tensor, **others_BS: Tensor) -> list[dict[str, Any]]:
         """Return rows of prompt (its end), both answers (their beginnings, the last ones), their rewards, tokens, and what
         else is known of both; loss; and margin, the difference of the rewards."""
-        tokens_BS = self.tokens(batch["labels"])
-        ids, labels, rows = batch["input_ids"].tolist(), batch["labels"].tolist(), []
-        of_sides = {"reward": rewards_BS, "tokens": tokens_BS, **others_BS}
-        for place, loss in enumerate(losses_B.tolist()):
-            (_, prompt, chosen), (_, _, rejected) = (
-                self.answer_of(ids[row], labels[row]) for row in (place, place + len(losses_B))
-            )
+        of_sides = {"reward": rewards_BS, "tokens": self.tokens(batch["labels"]), **others_BS}
+
+        def made(ids: list, labels: list, loss: float, *values: list) -> dict[str, Any]:
+            (_, prompt, chosen), (_, _, rejected) = map(self.answer_of, ids, labels)
             row: dict[str, Any] = {"prompt": prompt, "chosen": beginning(chosen), "rejected": beginning(rejected)}
-            for name, values_BS in of_sides.items():
-                row |= {f"{side}_{name}": value for side, value in zip(SIDES, values_BS[place].tolist(), strict=True)}
-            rows.append(row | {"loss": loss, "margin": row["chosen_reward"] - row["rejected_reward"]})
-        return rows
+            for name, both in zip(of_sides, values, strict=True):
+                row |= {f"{side}_{name}": value for side, value in zip(SIDES, both, strict=True)}
+            return row | {"loss": loss, "margin": row["chosen_reward"] - row["rejected_reward"]}
+
+        texts = (batch[name].unflatten(0, (2, -1)).transpose(0, 1) for name in ("input_ids", "labels"))  # (B, 2, T)
+        return late_rows_each(made, *texts, losses_B, *of_sides.values())
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the share of pairs whose chosen answer has the greater reward, and means of margin, rewards and lengths."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hftune.config.keys import key
 from hftune.metrics.records import directions
+from hftune.tasks.late_rows import late_rows, late_rows_each
 from hftune.tasks.text import NO_LABEL, TokenTask, head_losses
 
 if TYPE_CHECKING:
@@ -104,8 +105,11 @@ class BlockTask(TokenTask):
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[dict[str, Any]]:
         """Return rows of text (first words of the block), tokens (number predicted), loss (sum over them) and perplexity."""
-        texts = self.text_tokenizer.batch_decode(batch["input_ids"][:, :12])
-        return [{"text": text, **row} for text, row in zip(texts, token_rows(outputs, batch["labels"]), strict=True)]
+        rows, decode = token_rows(outputs, batch["labels"]), self.text_tokenizer.decode
+        return late_rows(
+            lambda ids_NT: [{"text": decode(ids_T), **row} for ids_T, row in zip(ids_NT, rows, strict=True)],
+            batch["input_ids"][:, :12],
+        )
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows with the mean loss of each block's tokens as its error."""
@@ -117,10 +121,10 @@ class BlockTask(TokenTask):
 
 def token_rows(outputs: Any, labels_NT: Tensor) -> list[dict[str, Any]]:
     """Return rows of tokens (number of labels), loss (sum over them) and perplexity."""
-    losses_N = head_losses(outputs, labels_NT).sum(1).tolist()
-    counts_N = (labels_NT != NO_LABEL).sum(1).tolist()
-    columns = zip(counts_N, losses_N, strict=True)
-    return [{"tokens": count, "loss": loss, "perplexity": perplexity(loss, count)} for count, loss in columns]
+    return late_rows_each(
+        lambda count, loss: {"tokens": count, "loss": loss, "perplexity": perplexity(loss, count)},
+        *((labels_NT != NO_LABEL).sum(1), head_losses(outputs, labels_NT).sum(1)),
+    )
 
 
 def perplexity(total_loss: float, num_tokens: int) -> float:

@@ -18,10 +18,12 @@ from hftune.errors import DataError
 from hftune.metrics.records import directions
 from hftune.tasks.blocks import perplexity, token_rows
 from hftune.tasks.chat_task import ChatTask
+from hftune.tasks.late_rows import late_rows
 from hftune.tasks.text import TokenTask, beginning, score_names, text_scores
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from torch import Tensor
     from transformers import GenerationConfig, PreTrainedModel
 
     from hftune.data.tokenized import Texts
@@ -225,15 +227,21 @@ class Chats(ChatTask, TokenTask):
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Return rows of prompt (its end), answer (the last one), tokens (number trained), loss (sum over them), perplexity,
         and generated, if the recipe has settings for it."""
-        prompts, rows = [], []
-        for ids, labels, row in zip(
-            batch["input_ids"].tolist(), batch["labels"].tolist(), token_rows(outputs, batch["labels"]), strict=True
-        ):
-            before, prompt, answer = self.answer_of(ids, labels)
-            prompts.append(before)
-            rows.append({"prompt": prompt, "answer": beginning(answer) if self.generation is None else answer, **row})
+        prompts: list[list[int]] = []
+        sums = token_rows(outputs, batch["labels"])
+
+        def made(ids_NT: Tensor, labels_NT: Tensor) -> list[dict[str, Any]]:
+            rows = []
+            for ids, labels, row in zip(ids_NT.tolist(), labels_NT.tolist(), sums, strict=True):
+                before, prompt, answer = self.answer_of(ids, labels)
+                prompts.append(before)
+                rows.append({"prompt": prompt, "answer": beginning(answer) if self.generation is None else answer, **row})
+            return rows
+
+        rows = late_rows(made, batch["input_ids"], batch["labels"])
         if self.generation is None:
             return rows
+        rows = [*rows]  # fills in the prompts
         settings = self._evaluation_settings(model.generation_config)
         answers = self._generate(model, prompts, settings, beside=self.beside_batch(batch))
         return [{**row, "generated": self._text(ids)} for row, ids in zip(rows, answers, strict=True)]

@@ -19,6 +19,7 @@ from hftune.errors import ConfigError, DataError, did_you_mean
 from hftune.metrics.records import directions
 from hftune.task import BatchLossTask
 from hftune.tasks.compared_texts import ComparedTexts, ids_of
+from hftune.tasks.late_rows import late_rows
 from hftune.tasks.text import beginning, check_inputs
 
 if TYPE_CHECKING:
@@ -169,11 +170,14 @@ class Embeddings(ComparedTexts, BatchLossTask):
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Return rows of embeddings (K, D) and texts (K,), arrays that ``metrics`` replaces by what it finds in all rows."""
-        vectors_BKD = self.embed(outputs, self.target(batch)).cpu().numpy()
-        scores = batch["score"].tolist() if "score" in batch else []
-        rows = zip(vectors_BKD, batch["texts"].cpu().numpy(), strict=True)
-        found = [{"vectors": vectors_KD, "texts": texts_K} for vectors_KD, texts_K in rows]
-        return [{**row, "score": score} for row, score in zip(found, scores, strict=True)] if scores else found
+        import torch
+
+        def rows(vectors_BKD: Tensor, texts_BK: Tensor, *scores_B: Tensor) -> list[dict[str, Any]]:
+            columns = [vectors_BKD.numpy().copy(), texts_BK.numpy().copy(), *map(torch.Tensor.tolist, scores_B)]  # not pinned
+            return [dict(zip(("vectors", "texts", "score"), row, strict=False)) for row in zip(*columns, strict=True)]
+
+        scores = (batch["score"],) if "score" in batch else ()
+        return late_rows(rows, self.embed(outputs, self.target(batch)), batch["texts"], *scores)
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the loss of one batch that holds the whole split, and the retrieval metrics, or Spearman's correlation.
@@ -276,6 +280,4 @@ def prepared(model: PreTrainedModel, name: str | None) -> PreTrainedModel:
         )
     if (pooler := getattr(model, "pooler", None)) is not None:
         pooler.requires_grad_(False)
-    if getattr(model.config, "use_cache", False):
-        model.config.use_cache = False
     return model

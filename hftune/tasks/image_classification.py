@@ -17,6 +17,7 @@ from hftune.metrics.records import directions
 from hftune.task import Task
 from hftune.tasks.folders import Classified
 from hftune.tasks.images import check_same_network, network_problems, read_config, save_config
+from hftune.tasks.late_rows import late_rows
 from hftune.tasks.pretrained_images import MIN_SIDE, PretrainedImageTask
 from hftune.tasks.problems import SingleLabel
 
@@ -264,7 +265,7 @@ class ImageClassification(PretrainedImageTask, Classified):
             return rows
         order_NK = logits_NK.argsort(dim=-1, descending=True, stable=True)
         rank_N = (order_NK == labels_N[:, None]).int().argmax(-1)
-        return [{**row, "rank": rank} for row, rank in zip(rows, rank_N.tolist(), strict=True)]
+        return late_rows(lambda ranks_N: [{**row, "rank": int(rank)} for row, rank in zip(rows, ranks_N, strict=True)], rank_N)
 
     def sample_images(self, outputs: Tensor, model: nn.Module, batch: Batch, indices: Sequence[int]) -> list[np.ndarray]:
         """Return the images as the model is given them, in three channels."""

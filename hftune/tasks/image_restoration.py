@@ -127,7 +127,7 @@ class ImageRestoration(ImageTask):
 
         Returns:
             image (N, 3, H, W), damaged, in [0, 1]; mask (N, 1, H, W), 1 for damaged pixels; labels (N, 4, H, W), the target and
-            each pixel's weight in the loss, 0 for padding; and, only if sizes differ, size (N, 2), height and width.
+            each pixel's weight in the loss, 0 for padding; and, only if sizes differ, size, the list of heights and widths.
         """
         import torch
 
@@ -149,7 +149,7 @@ class ImageRestoration(ImageTask):
         weight_N1HW = torch.where(mask_N1HW, self.mask_weight, 1.0)
         batch = {"image": image_N3HW, "mask": mask_N1HW.float()}
         if len(set(sizes)) > 1:
-            batch["size"] = torch.tensor(sizes)
+            batch["size"] = sizes
             for weight_1HW, (height, width) in zip(weight_N1HW, sizes, strict=True):
                 weight_1HW[:, height:], weight_1HW[:, :, width:] = 0, 0
         return {**batch, "labels": torch.cat([target_N3HW, weight_N1HW], dim=1)}
@@ -186,7 +186,7 @@ class ImageRestoration(ImageTask):
     def _one_by_one(self, outputs: Tensor, batch: Batch) -> Iterator[tuple[Tensor, ...]]:
         """Yield image, mask, output and target of each sample, without their padding."""
         whole = [tuple(outputs.shape[2:])] * len(outputs)
-        sizes = batch["size"].tolist() if "size" in batch else whole
+        sizes = batch.get("size", whole)
         samples = zip(batch["image"], batch["mask"], outputs, batch["labels"][:, :3], strict=True)
         for (height, width), values in zip(sizes, samples, strict=True):
             yield tuple(value[:, :height, :width] for value in values)
@@ -258,6 +258,7 @@ class ImageRestoration(ImageTask):
         pairs = [read_pair(value, index) for index, value in enumerate(inputs)]
         batch = self.collate([{"image": image_HWC, "mask": mask_HW, "target": image_HWC} for image_HWC, mask_HW in pairs])
         device = next(model.parameters()).device
-        outputs = model(**{name: value.to(device) for name, value in self.inputs(batch).items()})
+        images = {name: batch[name].to(device) for name in ("image", "mask")}
+        outputs = model(**{**self.inputs(batch), **images})
         restored = [to_bytes(output_3HW) for _, _, output_3HW, _ in self._one_by_one(outputs, batch)]
         return [{"image": Image.fromarray(pixels_HWC)} for pixels_HWC in restored]

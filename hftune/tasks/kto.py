@@ -19,6 +19,7 @@ from hftune.errors import DataError
 from hftune.metrics.records import directions
 from hftune.task import BatchLossTask
 from hftune.tasks.judged_answers import JudgedAnswers
+from hftune.tasks.late_rows import late_rows_each
 from hftune.tasks.text import beginning
 
 if TYPE_CHECKING:
@@ -170,22 +171,17 @@ class KTO(JudgedAnswers, BatchLossTask):
         """Return rows of prompt (its end), completion (its beginning, the last answer), label, tokens, reward, which is beta
         times the log-ratio, and of both texts log-probability and log-ratio."""
         target = self.target(batch)
-        tokens, logps, ratios = (
-            values_BS.tolist()
-            for values_BS in (
-                self.tokens(batch["labels"]),
-                self.logps(outputs, batch["labels"]),
-                self.embed(outputs, target),
-            )
-        )
-        ids, labels, rows = batch["input_ids"].tolist(), batch["labels"].tolist(), []
-        for place, label in enumerate(target["desirable"].tolist()):
-            _, prompt, completion = self.answer_of(ids[place], labels[place])
-            row = {"prompt": prompt, "completion": beginning(completion), "label": bool(label), "tokens": tokens[place][0]}
+
+        def made(ids: list, labels: list, desirable: bool, tokens: list, logps: list, ratios: list) -> dict[str, Any]:
+            _, prompt, completion = self.answer_of(ids, labels)
+            row = {"prompt": prompt, "completion": beginning(completion), "label": bool(desirable), "tokens": tokens[0]}
             for name, values in (("logp", logps), ("log_ratio", ratios)):
-                row |= {name: values[place][0], f"mismatched_{name}": values[place][1]}
-            rows.append(row | {"reward": self.beta * row["log_ratio"]})
-        return rows
+                row |= {name: values[0], f"mismatched_{name}": values[1]}
+            return row | {"reward": self.beta * row["log_ratio"]}
+
+        of_both = self.tokens(batch["labels"]), self.logps(outputs, batch["labels"]), self.embed(outputs, target)
+        own = (batch[name][: len(target["desirable"])] for name in ("input_ids", "labels"))
+        return late_rows_each(made, *own, target["desirable"], *of_both)
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the loss of one batch that holds the whole split; its baseline, kl; the share of answers whose reward is on

@@ -16,6 +16,7 @@ from hftune.data.choices import ANSWERS, CHOICE, CHOICES, CONTEXTS, QUESTIONS, g
 from hftune.data.columns import Role, find_columns
 from hftune.errors import DataError
 from hftune.metrics.records import directions
+from hftune.tasks.late_rows import late_rows
 from hftune.tasks.text import ManyTexts, beginning, check_inputs, token_loss
 
 if TYPE_CHECKING:
@@ -148,8 +149,17 @@ class MultipleChoice(ManyTexts):
         """Return each choice as a question with a single one, (N, 1, T): the model scores it by itself in any case."""
         return {name: tensor_NT[:, None] for name, tensor_NT in super().inputs(batch).items()}
 
+    def collate(self, examples: Sequence[dict[str, Any]]) -> Batch:
+        """Add places, (B, K) int64: where the choices of each sample are among those of all; -1 where it has no more."""
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        batch = super().collate(examples)
+        places = torch.arange(len(batch["input_ids"])).split(batch["texts"].tolist())
+        return {**batch, "places": pad_sequence(places, batch_first=True, padding_value=-1)}
+
     def target(self, batch: Batch) -> dict[str, Tensor]:
-        return {name: batch[name] for name in ("labels", "texts")}
+        return {name: batch[name] for name in ("labels", "places")}
 
     def num_items(self, target: Mapping[str, Tensor]) -> int:
         return len(target["labels"])
@@ -162,9 +172,11 @@ class MultipleChoice(ManyTexts):
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Return rows of question, choices, label and prediction (numbers of choices), and the probabilities of both."""
-        shares = _scores(outputs, batch).float().softmax(1).tolist()
+        return late_rows(self._rows, _scores(outputs, batch).float().softmax(1), batch)
+
+    def _rows(self, shares_BK: Tensor, batch: Batch) -> list[dict[str, Any]]:
         rows = []
-        found = zip(self._read(self.rows_of(batch)), batch["labels"].tolist(), shares, strict=True)
+        found = zip(self._read(self.rows_of(batch)), batch["labels"].tolist(), shares_BK.tolist(), strict=True)
         for (_, question, choices), label, share in found:
             row = {"question": beginning(question), "choices": [*map(beginning, texts_of(choices))], "label": label}
             chosen = max(range(len(share)), key=share.__getitem__)
@@ -235,9 +247,8 @@ class MultipleChoice(ManyTexts):
 
 def _scores(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the scores of the choices of each sample, (B, K), -inf where it has no more."""
-    from torch.nn.utils.rnn import pad_sequence
-
-    return pad_sequence(outputs.logits.flatten().split(batch["texts"].tolist()), batch_first=True, padding_value=float("-inf"))
+    places_BK = batch["places"]
+    return outputs.logits.flatten()[places_BK.clamp(min=0)].masked_fill(places_BK < 0, float("-inf"))
 
 
 def problem_of(choices: Any) -> str | None:

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.config.keys import key
 from hftune.data.columns import IMAGES, Role
 from hftune.errors import ConfigError, DataError
 from hftune.metrics.records import directions
+from hftune.tasks.late_rows import late_rows
 from hftune.tasks.pretrained_images import PretrainedImageTask
 
 if TYPE_CHECKING:
@@ -294,9 +296,13 @@ class ObjectDetection(PretrainedImageTask):
 
     def predictions(self, outputs: Any, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
         """Return rows of the true boxes and the found ones; see ``detection_metrics``."""
-        sizes = batch["size"].tolist()
+        found = {"logits": outputs.logits, "pred_boxes": outputs.pred_boxes}
+        return late_rows(self._rows, found, {name: value for name, value in batch.items() if name != "pixel_values"})
+
+    def _rows(self, found: Mapping[str, Tensor], batch: Batch) -> list[dict[str, Any]]:
+        outputs, sizes = SimpleNamespace(**found), batch["size"].tolist()
         rows = []
-        for found, (height, width), labels_B, boxes_B4, crowd_B in zip(
+        for boxes, (height, width), labels_B, boxes_B4, crowd_B in zip(
             self._found(outputs, sizes),
             sizes,
             batch["labels"].tolist(),
@@ -315,7 +321,7 @@ class ObjectDetection(PretrainedImageTask):
                 for (x, y, w, h), *rest in zip(boxes_B4, labels_B, crowd_B, strict=True)
                 if rest[0] >= 0
             ]
-            wide = [[x, y, round(right - x, 2), round(bottom - y, 2), *rest] for x, y, right, bottom, *rest in found]
+            wide = [[x, y, round(right - x, 2), round(bottom - y, 2), *rest] for x, y, right, bottom, *rest in boxes]
             rows.append({"boxes": true, "found": wide})
         return rows
 

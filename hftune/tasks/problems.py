@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.errors import ConfigError
 from hftune.metrics import records
+from hftune.tasks.late_rows import late_rows_each
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from hftune.task import Direction
@@ -43,7 +46,7 @@ class SingleLabel:
         from torch.nn.functional import cross_entropy
 
         logits_NK = logits_NK.float()
-        weights_K = None if self.weights is None else logits_NK.new_tensor(self.weights)
+        weights_K = None if self.weights is None else _on_device(tuple(self.weights), logits_NK.device)
         if not self.focal_gamma:
             return cross_entropy(logits_NK, labels_N, weight=weights_K, label_smoothing=self.label_smoothing, reduction="sum")
         losses_N = cross_entropy(logits_NK, labels_N, reduction="none")
@@ -64,14 +67,12 @@ class SingleLabel:
         """Return rows of label and prediction (class numbers), the probabilities of both and the loss, rounded to 6 digits."""
         probability_N = logits_NK.float().softmax(-1).gather(-1, labels_N[:, None]).squeeze(-1)
         loss_N = logits_NK.float().log_softmax(-1).gather(-1, labels_N[:, None]).squeeze(-1).abs()  # no -0.0
-        columns = zip(labels_N.tolist(), _most_probable(logits_NK), probability_N.tolist(), loss_N.tolist(), strict=True)
-        return [
-            {
-                **{"label": label, "prediction": prediction, "probability": probability},
-                **{"label_probability": round(of_label, 6), "loss": round(loss, 6)},
-            }
-            for label, (prediction, probability), of_label, loss in columns
-        ]
+
+        def row(label: int, best: float, prediction: int, probability: float, loss: float) -> dict[str, Any]:
+            of_both = {"probability": round(best, 6), "label_probability": round(probability, 6)}
+            return {"label": label, "prediction": prediction, **of_both, "loss": round(loss, 6)}
+
+        return late_rows_each(row, labels_N, *logits_NK.float().softmax(-1).max(-1), probability_N, loss_N)
 
     def describe(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return names instead of class numbers. The error is the probability that the label did not get."""
@@ -118,7 +119,7 @@ class MultiLabel:
         from torch.nn.functional import binary_cross_entropy_with_logits
 
         logits_NK, labels_NK = logits_NK.float(), labels_NK.float()
-        weights_K = None if self.weights is None else logits_NK.new_tensor(self.weights)
+        weights_K = None if self.weights is None else _on_device(tuple(self.weights), logits_NK.device)
         losses_NK = binary_cross_entropy_with_logits(logits_NK, labels_NK, pos_weight=weights_K, reduction="none")
         if self.focal_gamma:
             probability_NK = logits_NK.sigmoid()
@@ -139,11 +140,11 @@ class MultiLabel:
 
     def rows(self, logits_NK: Tensor, labels_NK: Tensor) -> list[dict[str, Any]]:
         """Return rows of label and prediction (0 or 1 for each label), and the probabilities of all labels."""
-        columns = zip(labels_NK.int().tolist(), logits_NK.float().sigmoid().tolist(), strict=True)
-        return [
-            {"label": label, "prediction": [int(value >= THRESHOLD) for value in probabilities], "probabilities": probabilities}
-            for label, probabilities in columns
-        ]
+
+        def row(label: list[int], shares: list[float]) -> dict[str, Any]:
+            return {"label": label, "prediction": [int(value >= THRESHOLD) for value in shares], "probabilities": shares}
+
+        return late_rows_each(row, labels_NK.int(), logits_NK.float().sigmoid())
 
     def describe(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return names instead of 0 and 1. The error is the largest distance of a probability from the truth."""
@@ -199,8 +200,8 @@ class Regression:
 
     def rows(self, logits_N1: Tensor, values_N: Tensor) -> list[dict[str, Any]]:
         """Return rows of label and prediction, two numbers."""
-        columns = zip(values_N.tolist(), logits_N1.squeeze(-1).float().tolist(), strict=True)
-        return [{"label": value, "prediction": prediction} for value, prediction in columns]
+        columns = (values_N, logits_N1.squeeze(-1).float())
+        return late_rows_each(lambda value, prediction: {"label": value, "prediction": prediction}, *columns)
 
     def describe(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return rounded numbers, and their distance as the error."""
@@ -233,6 +234,14 @@ PROBLEMS: dict[str, type[Problem]] = {
     "regression": Regression,
 }
 """By transformers' names."""
+
+
+@cache
+def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return float32 values on a device, copied once: each copy from memory that is not pinned waits for a GPU."""
+    import torch
+
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def _focal(wrong: Tensor, gamma: float) -> Tensor:

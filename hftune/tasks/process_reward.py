@@ -16,6 +16,7 @@ from hftune.data.columns import Role
 from hftune.data.preferences import PROMPTS
 from hftune.errors import DataError
 from hftune.metrics.records import directions
+from hftune.tasks.late_rows import late_rows_each
 from hftune.tasks.text import NO_LABEL, TokenTask, beginning
 
 if TYPE_CHECKING:
@@ -131,13 +132,12 @@ class ProcessReward(TokenTask):
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Return rows of label (0 or 1) and score (the probability that it is right) of each step, but for those cut off; and
         steps, their number with those."""
-        both = [tensor_NT.tolist() for tensor_NT in (batch["labels"], _scores(outputs))]
-        steps = [[(y, round(p, 6)) for y, p in zip(*row, strict=True) if y != NO_LABEL] for row in zip(*both, strict=True)]
-        counts = batch["steps"].tolist()
-        return [
-            {"label": [y for y, _ in row], "score": [p for _, p in row], "steps": count}
-            for row, count in zip(steps, counts, strict=True)
-        ]
+
+        def row(labels: list[int], scores: list[float], count: int) -> dict[str, Any]:
+            steps = [(y, round(p, 6)) for y, p in zip(labels, scores, strict=True) if y != NO_LABEL]
+            return {"label": [y for y, _ in steps], "score": [p for _, p in steps], "steps": count}
+
+        return late_rows_each(row, batch["labels"], _scores(outputs), batch["steps"])
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows with the beginning of each problem, and the number of misjudged steps as the error."""

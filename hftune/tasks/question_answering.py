@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hftune.config.keys import key
 from hftune.data.columns import Role, check_kind
 from hftune.metrics.records import directions
+from hftune.tasks.late_rows import late_rows
 from hftune.tasks.text import ManyTexts, TextTask, beginning, check_inputs, pieces, token_loss, with_places
 
 if TYPE_CHECKING:
@@ -203,11 +204,14 @@ class QuestionAnswering(ManyTexts):
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Return rows of question, answers (the right ones), prediction, its probability, its exact_match and f1 and the n_best
         spans; and, if questions may have no answer, null_score_diff and the f1 of the best span."""
+        return late_rows(self._rows, outputs.start_logits, outputs.end_logits, batch)
+
+    def _rows(self, starts_NT: Tensor, ends_NT: Tensor, batch: Batch) -> list[dict[str, Any]]:
         from hftune.data.spans import answers_of
         from hftune.metrics.squad import answer_scores
 
         columns = self._read(self.rows_of(batch), "question", "context", "answers")
-        found = self._answers(outputs.start_logits, outputs.end_logits, batch, columns[1])
+        found = self._answers(starts_NT, ends_NT, batch, columns[1])
         rows = []
         for question, _, given, (answer, best, lead) in zip(*columns, found, strict=True):
             answers = [*dict.fromkeys(text for text, _ in answers_of(given))]

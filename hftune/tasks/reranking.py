@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from hftune.config.keys import key
 from hftune.metrics.records import directions
 from hftune.tasks.compared_texts import ComparedTexts, ids_of
+from hftune.tasks.late_rows import late_rows_each
 from hftune.tasks.text import beginning, check_inputs
 
 if TYPE_CHECKING:
@@ -98,11 +99,12 @@ class Reranking(ComparedTexts):
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Return the scores of each sample's candidates, the rank of the positive, last of equals, and its lead."""
-        scores = outputs.logits.float().flatten()[batch["rows"]].tolist()
-        return [
-            {"rank": 1 + sum(not other < first for other in others), "margin": first - max(others), "scores": [first, *others]}
-            for first, *others in scores
-        ]
+
+        def row(scores: list[float]) -> dict[str, Any]:
+            first, *others = scores
+            return {"rank": 1 + sum(not other < first for other in others), "margin": first - max(others), "scores": scores}
+
+        return late_rows_each(row, outputs.logits.float().flatten()[batch["rows"]])
 
     def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the share of samples whose positive has the highest score, and the mean reciprocal rank."""

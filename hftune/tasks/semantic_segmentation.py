@@ -15,6 +15,7 @@ from hftune.config.keys import key
 from hftune.data.columns import IMAGES, Role
 from hftune.errors import DataError
 from hftune.metrics.records import directions
+from hftune.tasks.late_rows import late_rows
 from hftune.tasks.pretrained_images import PretrainedImageTask
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class SemanticSegmentation(PretrainedImageTask):
 
         Returns:
             pixel_values (N, 3, H, W) float32, of the model's size; labels (N, H, W) int64, -100 for pixels that do not count;
-            and, only if sizes differ, size (N, 2), height and width of each mask.
+            and, only if sizes differ, size, height and width of each mask: numbers, which need no copy from a GPU.
         """
         import torch
 
@@ -164,7 +165,7 @@ class SemanticSegmentation(PretrainedImageTask):
         # Padding is 0 in a stack.
         labels_NHW = torch.from_numpy(stack([example["mask"] - IGNORED for example in examples])).long() + IGNORED
         batch = {"pixel_values": self.normalized([example["image"] for example in examples]), "labels": labels_NHW}
-        return {**batch, "size": torch.tensor(sizes)} if len(set(sizes)) > 1 else batch
+        return {**batch, "size": sizes} if len(set(sizes)) > 1 else batch
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
         return {"pixel_values": batch["pixel_values"]}
@@ -193,10 +194,11 @@ class SemanticSegmentation(PretrainedImageTask):
         from hftune.data.segmentation_images import IGNORED
         from hftune.metrics.segmentation import confusion_of
 
-        return [
-            {"confusion": confusion_of(labels_HW.cpu().numpy(), logits_KHW.argmax(0).cpu().numpy(), IGNORED)}
-            for logits_KHW, labels_HW in _one_by_one(outputs, self.target(batch))
-        ]
+        def rows(pairs: Sequence[Sequence[Tensor]]) -> list[dict[str, Any]]:
+            return [{"confusion": confusion_of(true_HW.numpy(), found_HW.numpy(), IGNORED)} for true_HW, found_HW in pairs]
+
+        pairs = _one_by_one(outputs, self.target(batch))
+        return late_rows(rows, [(labels_HW, logits_KHW.argmax(0)) for logits_KHW, labels_HW in pairs])
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the classes in each image and what was found in their place; the error is the share of wrong pixels."""
@@ -266,7 +268,7 @@ class SemanticSegmentation(PretrainedImageTask):
 def _one_by_one(outputs: Any, target: Batch) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield logits (K, H, W), float32, and labels (H, W) of each sample, both of the mask's size."""
     labels_NHW = target["labels"]
-    sizes = target["size"].tolist() if "size" in target else [labels_NHW.shape[1:]] * len(labels_NHW)
+    sizes = target.get("size", [labels_NHW.shape[1:]] * len(labels_NHW))
     for logits_Khw, labels_HW, (height, width) in zip(outputs.logits.float(), labels_NHW, sizes, strict=True):
         yield scaled_to(logits_Khw, (height, width)), labels_HW[:height, :width]
 

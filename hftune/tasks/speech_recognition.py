@@ -17,6 +17,7 @@ from hftune.data.columns import AUDIO, FILES, Role
 from hftune.errors import ConfigError, DataError
 from hftune.metrics.records import directions
 from hftune.tasks.audio import AudioTask
+from hftune.tasks.late_rows import late_rows
 from hftune.tasks.text import NO_LABEL, number_of, split_of, token_loss
 
 if TYPE_CHECKING:
@@ -360,25 +361,27 @@ class SpeechRecognition(Transcription):
         logits_NFV = logits_NFV if logits_NFV.dtype == torch.float64 else logits_NFV.float()
         counts_N = (labels_NT != NO_LABEL).sum(1)
         log_probs_FNV = logits_NFV.log_softmax(-1).transpose(0, 1)
-        given = (log_probs_FNV, labels_NT.clamp(min=0), target["frames"], counts_N)
-        log_probs_FNV, labels_NT, frames_N, counts_N = (value.cpu() for value in given)
+        given = (labels_NT.clamp(min=0), target["frames"], counts_N)
+        labels_NT, frames_N, counts_N = (value.to("cpu", non_blocking=value.is_cuda) for value in given)
+        log_probs_FNV = log_probs_FNV.cpu()  # waits for those before it, too
         blank = self.text_tokenizer.pad_token_id
         return ctc_loss(log_probs_FNV, labels_NT, frames_N, counts_N, blank, reduction="none").to(logits_NFV.device)
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Return rows of target and generated: the most probable token of each frame, without repetitions and blanks."""
-        return self.rows_of(self._decoded(outputs, batch["frames"]), batch)
+        own = {name: batch[name] for name in ("frames", "index", "split") if name in batch}
+        rows = lambda ids_NF, own: self.rows_of(self._decoded(ids_NF, own["frames"]), own)  # noqa: E731
+        return late_rows(rows, outputs.logits.argmax(-1), own)
 
-    def _decoded(self, outputs: Any, frames_N: Tensor) -> list[str]:
-        ids_NF = outputs.logits.argmax(-1).tolist()
-        return [self.text_tokenizer.decode(ids[:frames]) for ids, frames in zip(ids_NF, frames_N.tolist(), strict=True)]
+    def _decoded(self, ids_NF: Tensor, frames_N: Tensor) -> list[str]:
+        pairs = zip(ids_NF.tolist(), frames_N.tolist(), strict=True)
+        return [self.text_tokenizer.decode(ids[:frames]) for ids, frames in pairs]
 
     def predict(self, model: PreTrainedModel, inputs: list) -> list[dict[str, Any]]:
         """Return a row for each path, array or {array, sampling_rate}, whose ``generated`` is what is said."""
         batch = self.answer_inputs(model, inputs)
-        return [
-            {"generated": text} for text in self._decoded(model(**batch), self._num_frames(batch["attention_mask"].sum(-1)))
-        ]
+        frames_N = self._num_frames(batch["attention_mask"].sum(-1))
+        return [{"generated": text} for text in self._decoded(model(**batch).logits.argmax(-1), frames_N)]
 
 
 @dataclass

@@ -26,6 +26,7 @@ from hftune.data.tags import (
     word_ids,
 )
 from hftune.metrics.records import directions
+from hftune.tasks.late_rows import late_rows_each
 from hftune.tasks.text import NO_LABEL, TokenTask, beginning, with_places
 
 if TYPE_CHECKING:
@@ -145,11 +146,12 @@ class TokenClassification(TokenTask):
 
     def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
         """Return rows of label and prediction: lists of the tag numbers of the words, but for those that were cut off."""
-        predicted_NT, labels_NT = outputs.logits.argmax(-1), batch["labels"]
-        return [
-            {"label": labels_T[labels_T != NO_LABEL].tolist(), "prediction": predicted_T[labels_T != NO_LABEL].tolist()}
-            for labels_T, predicted_T in zip(labels_NT, predicted_NT, strict=True)
-        ]
+
+        def row(labels: list[int], predicted: list[int]) -> dict[str, Any]:
+            pairs = [pair for pair in zip(labels, predicted, strict=True) if pair[0] != NO_LABEL]
+            return {"label": [label for label, _ in pairs], "prediction": [prediction for _, prediction in pairs]}
+
+        return late_rows_each(row, batch["labels"], outputs.logits.argmax(-1))
 
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return texts with their tags in brackets, true and predicted, and the number of words whose tag is wrong."""

@@ -583,14 +583,14 @@ TABLE = [
     ),
     Upstream(
         "torch.utils._pytree.tree_leaves",
-        "planning models",
-        "the tensors of any outputs",
+        "planning models tasks",
+        "the tensors of any outputs, and of what rows are made of",
         NO_ISSUE,
         leaves_of_nested_values,
     ),
     Upstream(
         "torch.utils._pytree.tree_map",
-        "planning replay models",
+        "planning replay models tasks",
         "one sample of a batch, detached outputs, and what a function of unread tensors is given, whatever their nesting",
         NO_ISSUE,
         nested_values_changed_at_their_leaves,
