@@ -515,6 +515,8 @@ class TextTask(DatasetTask):
         from hftune.models.pretrained import add_rows, load_model, max_positions
 
         model = load_model(getattr(transformers, self.auto_class), self.model, config, self.model_commit)
+        if not model.can_generate() and getattr(model.config, "use_cache", False):
+            model.config.use_cache = False  # a decoder would keep keys and values of all layers, for tokens that never come
         if self.new_tokens and self.model is not None:
             add_rows(model, self.text_tokenizer, self.new_tokens)
         positions = max_positions(model)
