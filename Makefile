@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some containers set it. Then each process compiles hftune and rewrites the assertions of all test modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check unit test suite static lint bench measured docs clean
+.PHONY: demo check unit test suite static lint bench measured gpu-rehearsal docs clean
 
 demo: $(VENV)/.installed
 	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file accelerate_configs/2cpu.yaml -m hftune.run recipe=yelp_demo resume=never
@@ -43,6 +43,10 @@ lint: $(VENV)/.installed-dev
 # Those that need no data, no GPU and no root: about 15 minutes on two cores. The figures go into benchmarks/results.
 bench: $(VENV)/.installed
 	for name in batch_plan gradient_scale loop_overhead parity throughput; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+
+# Every demo recipe, and more, on one and two simulated GPUs; needs a C++ compiler and PyTorch's build for CPUs. One recipe: WORDS="-k yelp".
+gpu-rehearsal: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest tests/rehearsal --durations=0 --durations-min=1 $(WORDS)
 
 measured: $(VENV)/.installed
 	$(BIN)/python benchmarks/measured.py

@@ -144,12 +144,13 @@ def train_on(
     stops: dict[str, tuple[int, int]] | None = None,
     sharded: Collection[str] = (),
     variables: Mapping[str, str] | None = None,
+    group: type[Group] | None = None,
 ) -> dict[str, Run]:
     """Train a recipe once for each named set of overrides, all in one group of ``world_size`` processes.
 
     Overrides may name their own output_dir and recipe. ``stops``: (optimizer steps taken, rank) after which a job gets SIGTERM;
     it is checked that this interrupts it, and that a later job with its output_dir resumes.
-    ``sharded``: the jobs that train under FSDP. ``variables``: as for Group. If a process crashes in native code, all is trained
+    ``sharded``: the jobs that train under FSDP. ``variables``: as for Group; ``group``: a subclass of it. If a process crashes in native code, all is trained
     once more, and a warning shows the stacks.
     """
 
@@ -168,12 +169,13 @@ def train_on(
     ]
     log = folder / f"{Path(recipe).stem}-{world_size}.log"
     are_new = not any(path.exists() for path in folders.values())
-    codes = Group(world_size, listed, log, variables).wait()
+    group = group or Group
+    codes = group(world_size, listed, log, variables).wait()
     if are_new and not NATIVE_CRASHES.isdisjoint(codes):
         warnings.warn(f"A process crashed; the jobs are trained again.\n{log.read_text()}", stacklevel=2)
         for path in folders.values():
             shutil.rmtree(path, ignore_errors=True)
-        codes = Group(world_size, listed, log, variables).wait()
+        codes = group(world_size, listed, log, variables).wait()
     assert not any(codes), f"{codes}\n{log.read_text()}"
     for path in {folders[name] for name in stops or {} if name in jobs}:
         assert_resumed(path, [name for name in jobs if folders[name] == path], stops or {})
@@ -201,6 +203,7 @@ class Group:
     """
 
     running: ClassVar[list[Group]] = []
+    program: ClassVar[str] = "tests.support.worker"
 
     def __init__(
         self,
@@ -224,7 +227,7 @@ class Group:
         Group.running.append(self)
         # Once a process has failed, the others end by themselves; or, as typed, a launcher would end them.
         self._last_words_s = 1.0 if as_typed else 10.0
-        words = ["-m", "tests.support.worker", json.dumps({"jobs": jobs, "as_typed": as_typed})]
+        words = ["-m", self.program, json.dumps({"jobs": jobs, "as_typed": as_typed})]
         ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {} for rank in range(world_size)]
         for rank in ranks:
             self._forks.append(Fork(python, words, environment(**variables, **rank), log, errors or log))
