@@ -44,7 +44,8 @@ lint: $(VENV)/.installed-dev
 bench: $(VENV)/.installed
 	for name in batch_plan gradient_scale loop_overhead parity throughput; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
-# Every demo recipe, and more, on one and two simulated GPUs; needs a C++ compiler and PyTorch's build for CPUs. One recipe: WORDS="-k yelp".
+# Every demo recipe, and more, on one and two simulated GPUs; needs a C++ compiler and PyTorch's build for CPUs.
+# For one recipe: make gpu-rehearsal WORDS="-k yelp".
 gpu-rehearsal: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/rehearsal --durations=0 --durations-min=1 $(WORDS)
 
