@@ -410,6 +410,7 @@ def settle_micro_batches(recipe: Recipe, strategy: Strategy, parts: Parts, earli
             f"Training computes {now} here, but {then} before: its micro-batches and dropout are different ones from here on."
         )
     key = next((name for name in ("micro_batch_size", "micro_batch_tokens") if getattr(config, name) == "auto"), None)
+    strategy.most = parts.plan.micro_batch_size, parts.plan.micro_batch_tokens
     if key is None:
         return conditions | {"size": None}
     known = earlier["size"] if earlier == conditions | {"size": earlier.get("size")} else None
@@ -425,6 +426,7 @@ def settle_micro_batches(recipe: Recipe, strategy: Strategy, parts: Parts, earli
         bound, what = min(tokens, parts.plan.micro_batch_tokens or tokens), f" tokens, {size}{what}"
     bounds: dict[str, Any] = {bounded: bound}
     parts.plan = replace(parts.plan, **bounds)
+    strategy.most = parts.plan.micro_batch_size, parts.plan.micro_batch_tokens
     parts.notices.append(f"train.{key}=auto: {bound:,}{', found when the run began' if known else what}.")
     return conditions | {"size": size}
 

@@ -121,6 +121,8 @@ class Strategy(Collectives, ABC):
         """Whether the model computes the loss together with its head, given targets; set before ``prepare``."""
         self.teacher: Teacher | None = None
         """Of ``train.teacher``; set before ``prepare``."""
+        self.most: tuple[int | None, int | None] = 0, 0
+        """Bounds of a micro-batch: its samples, and its tokens; None: no bound. Set before the first step."""
         self._loaders: dict[str, Loader] = {}
         """Of training and evaluation."""
         # Of the last forward_backward. Tensors are on the device.

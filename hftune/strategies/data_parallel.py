@@ -212,7 +212,7 @@ class DataParallel(Strategy):
         self._statistics.begin()
         if self.teacher is not None:
             self.teacher.total = items.new_zeros(())
-        loss_of, balance = self._loss_of(batch, seed, step), self.balance(batch, seed, step)
+        loss_of, balance, keeps = self._loss_of(batch, seed, step), self.balance(batch, seed, step), self._keeps_graphs(batch)
         self.times.begin_computing()
         for index, (micro_batch, weight, loaded) in enumerate(zip(batch.mine, batch.weights, batch.batches, strict=True)):
             self.progress.samples(micro_batch.samples)
@@ -224,8 +224,8 @@ class DataParallel(Strategy):
             told = told_of_padding(batch.padding[index] if batch.padding else None)
             with accumulating, self.explained_memory_errors(inputs, step), resting, told:
                 arguments, target, part = given_to(self.task, inputs, self.scores_head, self.context)
-                with self._statistics.micro_batch(weight * len(micro_batch.samples)):
-                    outputs = compute(self.sharding.wrapped, **arguments)
+                with self._statistics.micro_batch(0 if keeps else weight * len(micro_batch.samples)):
+                    outputs = None if keeps else compute(self.sharding.wrapped, **arguments)
                 loss = loss_of(index, outputs, target) * part
                 if self.teacher is not None:
                     loss = self.teacher.mixed(loss, outputs, target, arguments, weight)
@@ -249,7 +249,7 @@ class DataParallel(Strategy):
         """
         if not isinstance(task := self.task, BatchLossTask):
             return lambda index, outputs, target: task.loss(outputs, target)
-        if len(batch.plan) <= self.num_processes:  # one micro-batch each: its graph can be kept
+        if not (keeps := self._keeps_graphs(batch)) and len(batch.plan) <= self.num_processes:  # one micro-batch each
 
             def exchange(index: int, outputs: Any, target: Any) -> Tensor:
                 embeddings = task.embed(outputs, target)
@@ -257,9 +257,20 @@ class DataParallel(Strategy):
                 return cached_losses(task, batch, [embeddings.detach()], [labels], self.sum)(index, embeddings)
 
             return exchange
-        embeddings, labels = self.embed(task, batch, seed, step)
-        cached = cached_losses(task, batch, embeddings, labels, self.sum)
-        return lambda index, outputs, target: cached(index, task.embed(outputs, target))
+        embeddings, labels = self.embed(task, batch, seed, step, keeps)
+        cached = cached_losses(task, batch, [values.detach() for values in embeddings], labels, self.sum)
+        return lambda index, outputs, target: cached(index, embeddings[index] if keeps else task.embed(outputs, target))
+
+    def _keeps_graphs(self, batch: StepBatch) -> bool:
+        """Return whether ``embed`` keeps the graphs of all micro-batches of a step, so that none is computed again.
+
+        They fit if a single micro-batch might hold all of them: ``train.parts`` alone has cut it.
+        """
+        balances = getattr(self.sharding.model, "load_balancing", None) is not None
+        if not isinstance(self.task, BatchLossTask) or self.num_processes > 1 or self.scores_head or self.teacher or balances:
+            return False
+        all_of_them = sum(len(part.samples) for part in batch.plan), sum(part.tokens for part in batch.plan)
+        return all(most is None or count <= most for count, most in zip(all_of_them, self.most, strict=True))
 
     def balance(self, batch: StepBatch, seed: int, step: int) -> Callable[[Any, dict[str, Any]], Tensor] | None:
         """Return the function of outputs and batch that returns what these add to the mean loss by their choice of experts.
@@ -281,16 +292,23 @@ class DataParallel(Strategy):
         of_step = over_step(each)
         return lambda *computed: balancing.loss(*computed, of_step)
 
-    @torch.no_grad()
-    def embed(self, task: BatchLossTask, batch: StepBatch, seed: int, step: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return embeddings and labels of each micro-batch, drawing the dropout that the second pass draws."""
+    def embed(
+        self, task: BatchLossTask, batch: StepBatch, seed: int, step: int, keeps: bool = False
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return embeddings and labels of each micro-batch, drawing the dropout that the second pass draws.
+
+        Args:
+            keeps: the graphs of the embeddings, as there is no second pass.
+        """
         embeddings, labels = [], []
-        for index, weight in enumerate(batch.weights):
-            with self._statistics.at_rest(weight == 0), self._statistics.micro_batch(0):
-                outputs, inputs = self.compute_again(batch, index, seed, step)
-            target = task.target(inputs)
-            embeddings.append(task.embed(outputs, target))
-            labels.append(task.batch_labels(target))
+        for index, (micro_batch, weight) in enumerate(zip(batch.mine, batch.weights, strict=True)):
+            counted = self._statistics.micro_batch(len(micro_batch.samples) if keeps else 0)
+            with torch.set_grad_enabled(keeps), self._statistics.at_rest(weight == 0):
+                with counted:
+                    outputs, inputs = self.compute_again(batch, index, seed, step)
+                target = task.target(inputs)
+                embeddings.append(task.embed(outputs, target))
+                labels.append(task.batch_labels(target))
         return embeddings, labels
 
     def compute_again(self, batch: StepBatch, index: int, seed: int, step: int) -> tuple[Any, dict[str, Any]]:

@@ -8,7 +8,7 @@ No process could keep the graphs of all micro-batches at once, so the gradient i
 
 Dropout is keyed by step and micro-batch, so the second pass draws what the first one drew, and the result is exactly the
 gradient of the loss over the global batch, on any number of processes. A step of one micro-batch per process needs no second
-pass: its graph is kept.
+pass: its graph is kept, as are those of micro-batches of one process that are together no more than one may be.
 
 Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (2021), known as GradCache.
 """
