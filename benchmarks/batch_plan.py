@@ -39,7 +39,7 @@ def main() -> None:
     results = take_turns({name: lambda turn, name=name: in_own_process(name) for name in BOUNDS}, options.rounds)
     title = (
         f"One epoch of {options.samples:,} samples, global batches of {options.batch_size}, micro-batches of at most "
-        f"{options.rows} rows or {options.tokens} tokens; median of {options.rounds} rounds (goal: under 5 s and 400 MiB)"
+        f"{options.rows} rows or {options.tokens} tokens; median of {options.rounds} rounds (goal: under 4 s and 400 MiB)"
     )
     header = ("", "layout s", "walk s", "both s", "MiB before", "peak MiB", "steps", "micro-batches")
     table = print_table(title, header, [row(name, runs) for name, runs in results.items()])

@@ -252,6 +252,15 @@ def test_a_packed_plan_keeps_its_bounds_and_uses_every_sample_once(plan):
     assert sorted(used) == list(range(plan.num_samples))
 
 
+def test_packed_steps_are_dealt_together_as_each_by_itself(monkeypatch):
+    lengths = np.random.default_rng(0).lognormal(4, 1, 3010).astype(int).clip(1, 512)
+    # Often too few micro-batches at first, as some would have too many rows
+    plan = BatchPlan(3010, 16, 5, 700, lengths, packed=True, parts=2, width=64)
+    together = [*plan.epoch(0)]
+    monkeypatch.setattr("hftune.batch_plan.AT_ONCE", 1)
+    assert repr(together) == repr([*plan.epoch(0)])
+
+
 def test_processes_share_packed_steps_evenly():
     lengths = np.random.default_rng(0).lognormal(4.8, 0.6, 20_000).astype(int).clip(8, 512)
     for batch_size, tokens, parts, floor in ((32, None, 4, {2: 0.995, 4: 0.97}), (128, 4096, 8, {2: 0.998, 4: 0.998, 8: 0.99})):
