@@ -24,6 +24,9 @@ FEW = (
 NO_DROPOUT = ("task.model_config.hidden_dropout_prob=0", "task.model_config.attention_probs_dropout_prob=0")
 
 
+ONCE = ("torch/nn/parallel/distributed.py:", "_warmup_forward_vote", "_warmup_p2p")
+
+
 class Rehearsal(Group):
     """A group of processes that each have a simulated GPU."""
 
@@ -56,9 +59,8 @@ class Waits:
 
     @property
     def in_steps(self) -> list[str]:
-        """What steps waited for besides their report, and where. DDP, which arranges its buckets once, does not count."""
-        places = self.places("step").splitlines()
-        return [place for place in places if "torch/nn/parallel/distributed.py" not in place or "_pre_forward" not in place]
+        """What steps waited for besides their report, and where; but for what DDP and pipelines of torch do once."""
+        return [place for place in self.places("step").splitlines() if not any(name in place for name in ONCE)]
 
     @property
     def races(self) -> list[str]:
