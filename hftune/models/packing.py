@@ -298,12 +298,18 @@ _watching: list[list[nn.Module]] = []
 
 def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
     """Make the mask that transformers' ``sdpa_mask`` makes, which looks for padding, and so waits for a GPU."""
-    known = _padding[-1].get(tuple(attention_mask.shape)) if _padding and attention_mask is not None else None
+    known = None  # in a graph, which looks at no values, and would be compiled again for each batch
+    if not torch.compiler.is_compiling() and _padding and attention_mask is not None:
+        known = _padding[-1].get(tuple(attention_mask.shape))
     if known is True:
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     elif known is False:
         attention_mask = None
     return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+
+
+def _look_at_nothing(*args: Any) -> None:
+    """Stand for a function that looks at a tensor; always the same one, as what is compiled is guarded by it."""
 
 
 @contextmanager
@@ -328,8 +334,7 @@ def told_of_padding(padding: Mapping[tuple[int, ...], bool]) -> Iterator[None]:
         padding: whether masks hide anything, by their shape. At others they look.
     """
     find, warn = masking_utils.find_packed_sequence_indices, PreTrainedModel.warn_if_padding_and_no_attention_mask
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    PreTrainedModel.warn_if_padding_and_no_attention_mask = lambda self, input_ids, attention_mask: None
+    masking_utils.find_packed_sequence_indices = PreTrainedModel.warn_if_padding_and_no_attention_mask = _look_at_nothing
     _padding.append(padding)
     try:
         yield

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel, PreTrainedModel, masking_utils
 
@@ -127,6 +128,18 @@ def test_a_model_that_is_told_of_padding_looks_at_no_tensor_and_computes_the_sam
     assert torch.equal(found, expected)
     assert masking_utils.find_packed_sequence_indices(torch.tensor([[0, 1, 0]])) is not None
     assert PreTrainedModel.warn_if_padding_and_no_attention_mask.__name__ == "warn_if_padding_and_no_attention_mask"
+
+
+def test_a_compiled_model_is_not_compiled_again_for_what_it_is_told():
+    counter = CompileCounter()
+    model = torch.compile(BertModel(BertConfig(**SMALL)).eval(), backend=counter)
+    counts = []
+    for mask in (*MASKS.values(), *MASKS.values()):
+        inputs = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 0]]), "attention_mask": torch.tensor(mask)}
+        with torch.no_grad(), told_of_padding(padding_of(inputs)):
+            model(**inputs)
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[-1] > 0
 
 
 def test_a_mask_of_another_shape_is_looked_at_and_positions_that_a_task_gives_are_too():
