@@ -45,7 +45,7 @@ WHY = {
     "vision_chats_demo": "transformers counts and places the tokens of images",
 }
 """Recipes that wait more often than promised, and why."""
-GENERATES = ("bigbird_demo", "seq2seq_demo", "speech_to_text_demo")
+GENERATES = ("bigbird_demo", "chats_demo", "chats_lora_demo", "seq2seq_demo", "speech_to_text_demo")
 """Recipes whose evaluations generate texts of each batch, and begin by asking the device for much."""
 
 
