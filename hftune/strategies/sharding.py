@@ -5,6 +5,7 @@ Independent of steps, epochs and files.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
@@ -82,6 +83,8 @@ class Sharding:
         """
         check_optimizer(optimizer, self.accelerator.device)
         self.initial_options = options_of(optimizer)
+        # DDP's, of convolutions on images whose channels are last, and with kernels of 1 x 1: it copies a gradient.
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.model = self.accelerator.unwrap_model(self.wrapped)
         takes_choice = "set_to_none" in signature(self.bare_optimizer.zero_grad).parameters  # not every class of one's own

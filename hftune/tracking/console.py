@@ -306,8 +306,6 @@ def hide_reports() -> None:
     hide_progress_bars()
     datasets_logging.set_verbosity_error()
     warnings.filterwarnings("ignore", module=r"hftune\.models\.")
-    # DDP's, of convolutions in models such as SegFormer: it copies a gradient
-    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # transformers reads it when it is imported, which not all tasks need
     if "transformers" in sys.modules:
         sys.modules["transformers"].utils.logging.set_verbosity_error()

@@ -68,7 +68,7 @@ def test_one_key_of_eight_is_named(folder, capsys):
 def test_two_keys_that_act_together_are_named(folder, capsys):
     sgd = ("train.optimizer=sgd", "train.clip_norm=null")
     good = (*sgd, "train.lr=0.05", "train.momentum=0.0", "train.weight_decay=0.0")
-    bad = (*sgd, "train.lr=0.5", "train.momentum=0.9", "train.weight_decay=0.01")
+    bad = (*sgd, "train.lr=0.4", "train.momentum=0.9", "train.weight_decay=0.01")
     result = json.loads(bisect(capsys, folder / "good", "--good", *good, "--bad", *bad, "--steps", "9", "--json"))
     assert [change["key"] for change in result["found"]] == ["train.lr", "train.momentum"]
     assert len(result["changed"]) == 3 and result["steps"] == [1, 9]
