@@ -55,7 +55,7 @@ def test_workflows_use_targets_and_files_that_exist():
         if "run" in step
     ]
     targets = {command.removeprefix("make ") for command in commands if command.startswith("make ")}
-    assert targets == {"check", "test", "docs"}
+    assert targets == {"check", "test", "gpu-rehearsal", "docs"}
     assert [target for target in targets if not re.search(rf"^{target}:", makefile, flags=re.MULTILINE)] == []
     assert [file for command in commands for file in re.findall(r"tests/[\w/.]+", command) if not (ROOT / file).is_file()] == []
 
