@@ -302,9 +302,8 @@ class DataParallel(Strategy):
         """
         embeddings, labels = [], []
         for index, (micro_batch, weight) in enumerate(zip(batch.mine, batch.weights, strict=True)):
-            counted = self._statistics.micro_batch(len(micro_batch.samples) if keeps else 0)
             with torch.set_grad_enabled(keeps), self._statistics.at_rest(weight == 0):
-                with counted:
+                with self._statistics.micro_batch(len(micro_batch.samples) if keeps else 0):
                     outputs, inputs = self.compute_again(batch, index, seed, step)
                 target = task.target(inputs)
                 embeddings.append(task.embed(outputs, target))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.errors import ConfigError
@@ -46,7 +45,7 @@ class SingleLabel:
         from torch.nn.functional import cross_entropy
 
         logits_NK = logits_NK.float()
-        weights_K = None if self.weights is None else _on_device(tuple(self.weights), logits_NK.device)
+        weights_K = None if self.weights is None else _on_device(self.weights, logits_NK.device)
         if not self.focal_gamma:
             return cross_entropy(logits_NK, labels_N, weight=weights_K, label_smoothing=self.label_smoothing, reduction="sum")
         losses_N = cross_entropy(logits_NK, labels_N, reduction="none")
@@ -119,7 +118,7 @@ class MultiLabel:
         from torch.nn.functional import binary_cross_entropy_with_logits
 
         logits_NK, labels_NK = logits_NK.float(), labels_NK.float()
-        weights_K = None if self.weights is None else _on_device(tuple(self.weights), logits_NK.device)
+        weights_K = None if self.weights is None else _on_device(self.weights, logits_NK.device)
         losses_NK = binary_cross_entropy_with_logits(logits_NK, labels_NK, pos_weight=weights_K, reduction="none")
         if self.focal_gamma:
             probability_NK = logits_NK.sigmoid()
@@ -236,12 +235,12 @@ PROBLEMS: dict[str, type[Problem]] = {
 """By transformers' names."""
 
 
-@cache
-def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return float32 values on a device, copied once: each copy from memory that is not pinned waits for a GPU."""
+def _on_device(values: Sequence[float], device: torch.device) -> Tensor:
+    """Return float32 values on a device. A copy from memory that is not pinned would wait for a GPU."""
     import torch
 
-    return torch.tensor(values, dtype=torch.float32, device=device)
+    pinned = torch.tensor(values, dtype=torch.float32, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)
 
 
 def _focal(wrong: Tensor, gamma: float) -> Tensor:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import cross_entropy
 from transformers import BertConfig
 from transformers.loss.loss_utils import ForSequenceClassificationLoss
@@ -123,3 +124,11 @@ def test_metrics_of_numbers():
     assert metrics["rmse"] == pytest.approx(math.sqrt(2 / 3)) and metrics["mae"] == pytest.approx(2 / 3)
     assert metrics["pearson"] == pytest.approx(0.891042, rel=1e-5) and metrics["spearman"] == pytest.approx(1.0)
     assert regression_metrics([1.0, 1.0], [1.0, 2.0])["pearson"] is None
+
+
+@pytest.mark.parametrize(("kind", "target"), [(SingleLabel, CLASSES), (MultiLabel, FLAGS)])
+def test_a_plan_without_values_leaves_no_weights_of_classes_to_the_training_after_it(kind, target):
+    problem = kind(LABELS, weights=[1.0, 2.0, 0.5])
+    with FakeTensorMode() as mode:
+        problem.loss(mode.from_tensor(LOGITS), mode.from_tensor(target))
+    assert math.isfinite(problem.loss(LOGITS, target).item())
