@@ -20,7 +20,6 @@ from hftune.strategies.packing import padding_of, told_of_padding
 from hftune.strategies.statistics import RunningStatistics
 from hftune.task import Task
 from hftune.tasks.late_rows import LateRows, late_rows, late_rows_each
-from hftune.tasks.problems import MultiLabel, SingleLabel
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 20}
 MODELS = {"both ways": BertModel(BertConfig(**SMALL)).eval(), "causal": LlamaModel(LlamaConfig(**SMALL)).eval()}
@@ -149,15 +148,6 @@ def test_a_mask_of_another_shape_is_looked_at_and_positions_that_a_task_gives_ar
     expected = MODELS["both ways"](**inputs).last_hidden_state
     with told_of_padding({(2, 4): False}):
         assert torch.equal(MODELS["both ways"](**inputs).last_hidden_state, expected)
-
-
-def test_weights_of_classes_are_copied_once(monkeypatch):
-    made, plain = [], torch.tensor
-    monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: made.append(args) or plain(*args, **kwargs))
-    for _ in range(3):
-        SingleLabel(weights=(1.0, 2.5)).loss(torch.zeros(2, 2), torch.zeros(2, dtype=torch.long))
-        MultiLabel(weights=(1.0, 2.5)).loss(torch.zeros(2, 2), torch.zeros(2, 2))
-    assert len(made) <= 1
 
 
 def test_averaging_running_statistics_copies_nothing_from_the_host(monkeypatch):
