@@ -26,16 +26,18 @@ from hftune.models.adapter_files import is_quantized
 from hftune.models.adapters import add_adapter, check_installed, new_modules
 from hftune.models.balancing import LoadBalancing
 from hftune.models.dropout import replace_dropout
+from hftune.models.trial import trying
 from hftune.models.weights import load_weights, weight_files
 from hftune.optim import check_schedule, freeze, optimizer_class
 from hftune.strategies.arithmetic import Arithmetic
 from hftune.strategies.base import Strategy
 from hftune.strategies.compilation import compile_model
-from hftune.strategies.contract import check_sums, needs_two_samples
+from hftune.strategies.contract import CANNOT, check_sums, needs_two_samples
 from hftune.strategies.data_parallel import DataParallel
-from hftune.strategies.pipeline_stages import check_stages
+from hftune.strategies.pipeline_stages import check_stages, refuse_model
 from hftune.strategies.statistics import has_running_statistics
 from hftune.strategies.teacher import Teacher, load_named, load_teacher, named_folder
+from hftune.strategies.whole_model import absent_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -425,7 +427,8 @@ def check_pipeline(recipe: Recipe, plan: BatchPlan, dataset: Any, model: nn.Modu
     """Refuse a pipeline that cannot compute this model or these batches.
 
     Raises:
-        ConfigError: the model cannot be cut; or a step has fewer micro-batches than the schedule needs.
+        ConfigError: the model cannot be cut; a step has fewer micro-batches than the schedule needs; or evaluations need the
+            whole model.
     """
     config, task = recipe.parallel, recipe.task
     if config.pipeline_stages == 1:
@@ -433,7 +436,17 @@ def check_pipeline(recipe: Recipe, plan: BatchPlan, dataset: Any, model: nn.Modu
     check_micro_batches(config, plan, ProcessInfo.from_environment().world_size // config.pipeline_stages)
     shortest = 0 if plan.lengths is None else int(by_length(plan.lengths)[0])
     example = augmented(dataset, task, recipe.seed, 0)[shortest]
-    check_stages(model, config.num_stages, config.split, task.inputs(task.collate([example])))
+    batch = task.collate([example])
+    check_stages(model, config.num_stages, config.split, task.inputs(batch))
+    if recipe.eval.is_off:
+        return
+    try:
+        with trying(model):
+            task.predictions(model(**task.inputs(batch)), absent_model(refuse_model), batch)
+    except ConfigError:
+        raise
+    except CANNOT:  # a real mistake will be reported when an evaluation meets it
+        pass
 
 
 def check_micro_batches(config: ParallelConfig, plan: BatchPlan, num_replicas: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from accelerate import Accelerator
@@ -29,12 +29,11 @@ from torch.distributed.pipelining.schedules import (
 from hftune.batch_plan import MicroBatch
 from hftune.config.sections import ParallelConfig
 from hftune.distributed.progress import Progress
-from hftune.errors import TrainingError
 from hftune.models.trial import restored_buffers
 from hftune.strategies.base import StepBatch, Strategy
 from hftune.strategies.packing import compute, inputs_of, install_packing
 from hftune.strategies.pipeline_sharding import Grid, StagedWeights
-from hftune.strategies.pipeline_stages import layers_of
+from hftune.strategies.pipeline_stages import layers_of, refuse_model
 from hftune.strategies.seeds import LayerSeeds
 from hftune.strategies.sharding import refuse_unused, without_gradient
 from hftune.strategies.statistics import RunningStatistics, class_names, freeze
@@ -151,12 +150,6 @@ class Pipeline(Strategy):
         """Parameters that the last backward pass gave no gradient."""
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        def refuse_model() -> NoReturn:
-            raise TrainingError(
-                "task.predictions uses the model, but no process of a pipeline has the whole model. Use only the outputs that "
-                "it is given, or set parallel.pipeline_stages=1."
-            )
-
         layers = layers_of(model)
         self._seeds.watch(layers)
         self.sharding.prepare(model, optimizer)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +104,14 @@ def check_stages(model: nn.Module, count: int, split: Sequence[int] | None, inpu
                 f"{name} cannot be cut into stages: run one after the other, they do not return what the whole model returns. "
                 f"{HOW}"
             )
+
+
+def refuse_model() -> NoReturn:
+    """Refuse a task whose evaluations use the model besides its outputs, as those do that generate texts."""
+    raise ConfigError(
+        "parallel.pipeline_stages: task.predictions uses the model, to generate texts for example, and no process of a "
+        "pipeline has it as a whole. Set parallel.pipeline_stages=1 or eval.every=never; in your own task, use only outputs."
+    )
 
 
 def balanced(costs: Sequence[int], count: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 import logging
 from copy import deepcopy
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -159,6 +160,23 @@ def test_too_few_micro_batches_for_the_schedule_are_counted(monkeypatch):
         check_pipeline(recipe, plan_batches(recipe, dataset), dataset, task.build_model())
     enough = Recipe.load(RECIPE, "parallel.pipeline_stages=4", "task.model=chain", "train.micro_batch_size=2")
     check_pipeline(enough, plan_batches(enough, dataset), dataset, task.build_model())
+
+
+@dataclass
+class Asking(NextToken):
+    def predictions(self, outputs, model, batch):
+        return [{"weight": float(next(model.parameters()).sum())} for _ in self.target(batch)]
+
+
+def test_evaluations_that_use_the_model_are_refused_before_training():
+    words = ("parallel.pipeline_stages=2", "task.model=chain", "train.micro_batch_size=2")
+    recipe = Recipe.load(RECIPE, *words, "task.type=tests.unit.test_stages.Asking")
+    dataset = recipe.task.datasets()["train"]
+    given = recipe, plan_batches(recipe, dataset), dataset, recipe.task.build_model()
+    with pytest.raises(ConfigError, match=r"task\.predictions uses the model, .* Set parallel\.pipeline_stages=1"):
+        check_pipeline(*given)
+    recipe.eval.every = "never"
+    check_pipeline(*given)
 
 
 SPELLED = {
