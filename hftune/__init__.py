@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.3.0"
 __all__ = [
+    "BatchPlan",
     "Callback",
     "CheckpointConfig",
     "ConfigError",
@@ -21,6 +22,7 @@ __all__ = [
     "TrainResult",
     "TrainedModel",
     "TrainingError",
+    "batches",
     "evaluate",
     "launch",
     "load_model",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from hftune.batch_plan import BatchPlan
     from hftune.callbacks import Callback
     from hftune.checkpoints.output_dir import TrainResult
     from hftune.config import CheckpointConfig, EvalConfig, ParallelConfig, Recipe, TrackConfig, TrainConfig
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from hftune.launchers.local import launch
     from hftune.planning.plan import make_plan
     from hftune.reevaluation import evaluate
+    from hftune.strategies.own_loop import batches
     from hftune.task import Task
     from hftune.tracking.backend import TrackerBackend
     from hftune.training import train
@@ -48,12 +52,14 @@ _HOME = {
         ("CheckpointConfig", "EvalConfig", "ParallelConfig", "TrackConfig", "TrainConfig"), "hftune.config.sections"
     ),
     **dict.fromkeys(("ConfigError", "DataError", "Interrupted", "TrainingError"), "hftune.errors"),
+    "BatchPlan": "hftune.batch_plan",
     "Callback": "hftune.callbacks",
     "Recipe": "hftune.config.recipe",
     "Task": "hftune.task",
     "TrackerBackend": "hftune.tracking.backend",
     "TrainResult": "hftune.checkpoints.output_dir",
     "TrainedModel": "hftune.inference",
+    "batches": "hftune.strategies.own_loop",
     "evaluate": "hftune.reevaluation",
     "launch": "hftune.launchers.local",
     "load_model": "hftune.inference",

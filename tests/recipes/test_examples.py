@@ -17,7 +17,7 @@ import hftune
 from hftune import Recipe, cli, train
 from hftune.distributed.failure_report import STOPPED
 from tests.support.pages import hftune_words
-from tests.support.runs import Run, environment, warm_python
+from tests.support.runs import Group, Run, environment, warm_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SIGKILL_MARGIN_S = 10
@@ -56,7 +56,7 @@ def test_the_table_names_every_example_and_every_name_exists():
 
 def test_the_commands_in_the_table_are_accepted(example):
     commands = re.findall(r"`([^`]+)` \|$", (EXAMPLES / "README.md").read_text(), flags=re.MULTILINE)
-    assert len(commands) == 11
+    assert len(commands) == 12
     trained = [command.split(" && ") for command in commands if "hftune train" in command]
     for place, command in trained:
         example(place.removeprefix("cd examples/"))
@@ -87,6 +87,18 @@ def test_own_csv_files_train_a_classifier_of_their_own_labels(example):
     config = json.loads((run.folder / "model" / "config.json").read_text())
     assert {*config["id2label"].values()} == {"billing", "returns", "shipping", "technical"}
     assert hftune.load_model(run.folder).predict(["My invoice is wrong."])[0]["label"] in config["id2label"].values()
+
+
+def test_a_loop_of_ones_own_has_the_same_losses_on_one_process_and_on_two(tmp_path):
+    script, losses = EXAMPLES / "own_loop" / "train.py", []
+    for world_size in (1, 2):
+        group = Group(world_size, [[str(script), [], None, {}]], tmp_path / f"{world_size}.log")
+        assert not any(group.wait()), (tmp_path / f"{world_size}.log").read_text()
+        losses.append([float(loss) for loss in re.findall(r"loss (\S+)", (tmp_path / f"{world_size}.log").read_text())])
+    assert len(losses[0]) == 14 and losses[0][-1] < losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    page = (EXAMPLES.parent / "docs" / "own-loop.md").read_text()
+    assert script.read_text() in page
 
 
 def test_notebook_trains_the_same_on_one_and_two_processes(example):
