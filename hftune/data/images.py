@@ -279,7 +279,8 @@ def open_image(file: Any, name: str, decode: bool = True) -> Image.Image:
     with _readable(name):
         image = Image.open(file)
         if decode:
-            return ImageOps.exif_transpose(image)
+            ImageOps.exif_transpose(image, in_place=True)
+            return image
         image.getexif()  # of a PNG, it may come after the pixels, which are decoded then
         return image
 

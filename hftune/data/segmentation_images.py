@@ -1,4 +1,4 @@
-"""Images with masks of class numbers: checked before training, and decoded on access. Independent of tasks.
+"""Images with masks of class numbers: checked before training; masks, and images to be cropped, are decoded on access.
 
 Shape suffixes: N images, H and W height and width, C channels (red, green, blue), K classes.
 """
@@ -16,7 +16,7 @@ import PIL
 from PIL import Image
 
 from hftune.data.cache import cached_arrays, idle_cores
-from hftune.data.images import Form, channels, checked, name_of, open_stored, states_of_files, upright_size
+from hftune.data.images import Images, channels, checked, name_of, open_stored, states_of_files, upright_size
 from hftune.data.restoration_images import check_sizes
 from hftune.errors import DataError
 
@@ -64,8 +64,8 @@ class SegmentedImages:
     """Different numbers in all masks, one mask after the other."""
     pixels: np.ndarray
     """How many pixels of the mask have each, int64."""
-    form: Form | None = None
-    """Form of the images that the model is given. None: images are whole."""
+    decoded: Images | None = None
+    """The images as the model is given them. None: they are decoded on access, whole."""
     scales_masks: bool = False
     """Whether masks get the size of these images, too, for training."""
 
@@ -74,11 +74,11 @@ class SegmentedImages:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row, name = self.rows[index], name_of(self.rows, index, self.split)
-        image, image_name = open_stored(row["image"], name)
         mask_HW = self.numbers.labels(read_mask(*open_stored(row["mask"], name)))
-        if self.form is None:
+        if self.decoded is None:
+            image, image_name = open_stored(row["image"], name)
             return {"image": channels(checked(image, image_name), image_name, 3), "mask": mask_HW}
-        image_HWC = self.form.pixels(image, image_name)
+        image_HWC = self.decoded[index]["image"]
         if self.scales_masks:
             mask_HW = cut_mask(mask_HW, (0, 0, *mask_HW.shape), image_HWC.shape[:2])
         return {"image": image_HWC, "mask": mask_HW}
@@ -196,6 +196,8 @@ def read_mask(image: Image.Image, name: str) -> np.ndarray:
 def cut_mask(mask_HW: np.ndarray, box: tuple[int, int, int, int], size: tuple[int, int]) -> np.ndarray:
     """Return a box (top, left, height, width) of a mask, scaled to a size (height, width): of each pixel, the nearest one."""
     top, left, height, width = box
+    if size == (height, width):
+        return mask_HW[top : top + height, left : left + width]
     rows = top + ((np.arange(size[0]) + 0.5) * height / size[0]).astype(int)
     columns = left + ((np.arange(size[1]) + 0.5) * width / size[1]).astype(int)
     return mask_HW[rows[:, None], columns]

@@ -147,14 +147,14 @@ class Preparation:
     def __init__(self, processor: Any, name: str):
         self.processor, self.name = processor, name
         noise_HWC = np.random.RandomState(0).randint(0, 256, (360, 480, 3)).astype(np.uint8)
-        found = [self._processed(image) for image in (noise_HWC, noise_HWC[:, :300])]
+        found = [self._processed(Image.fromarray(image_HWC)) for image_HWC in (noise_HWC, noise_HWC[:, :300])]
         if found[0].shape != found[1].shape or found[0].ndim != 3 or found[0].shape[0] != 3:
             shapes = " and ".join(str(array.shape) for array in found)
             raise ConfigError(f"{name}: its image processor returns {shapes} for two images, not RGB images of one size.")
         self.shape: tuple[int, int, int] = (*found[0].shape[1:], 3)
         height, width, _ = self.shape  # mean, std and the order of colours follow from what becomes of black, white and red
         black, white, red = (
-            self._processed(np.full((height, width, 3), colour, np.uint8))[:, height // 2, width // 2].astype(float)
+            self._processed(Image.new("RGB", (width, height), colour))[:, height // 2, width // 2].astype(float)
             for colour in ((0, 0, 0), (255, 255, 255), (255, 0, 0))
         )
         self.is_bgr, std = abs(red[2] - white[2]) < TOLERANCE, 1 / (white - black)
@@ -169,8 +169,8 @@ class Preparation:
     def key(self) -> list[str]:
         return [self.processor.to_json_string(), transformers.__version__]
 
-    def _processed(self, pixels_HWC: np.ndarray, **options: bool) -> np.ndarray:
-        images = self.processor(images=Image.fromarray(pixels_HWC), **options)["pixel_values"]
+    def _processed(self, image: Image.Image, **options: bool) -> np.ndarray:
+        images = self.processor(images=image, **options)["pixel_values"]
         return np.asarray(images[0])
 
     def pixels(self, image: Image.Image, name: str) -> np.ndarray:
@@ -179,9 +179,9 @@ class Preparation:
         Raises:
             DataError: it is deeper than 8 bits or transparent.
         """
-        rgb_HWC = np.asarray(checked(image, name).convert("RGB"))
         off = {step: False for step in SECOND_HALF if hasattr(self.processor, step)}
-        return np.ascontiguousarray(np.moveaxis(self._processed(rgb_HWC, **off), 0, -1), dtype=np.uint8)
+        pixels_CHW = self._processed(checked(image, name).convert("RGB"), **off)
+        return np.ascontiguousarray(np.moveaxis(pixels_CHW, 0, -1), dtype=np.uint8)
 
     def normalized(self, pixels_HWC: np.ndarray) -> np.ndarray:
         """Return (C, H, W) in the model's order of colours. For training, ``task.collate`` computes this on whole batches."""

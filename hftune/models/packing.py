@@ -90,9 +90,12 @@ class Packing(RealTokens):
 
     @classmethod
     def of(cls, mask_BT: Tensor) -> Packing:
-        """Read a mask, not 0 for real tokens."""
-        shape, lengths = (mask_BT.shape[0], mask_BT.shape[1]), mask_BT.count_nonzero(1).tolist()
-        return cls.at(shape, mask_BT.flatten().nonzero().flatten(), lengths)
+        """Read a mask, not 0 for real tokens. Texts are in the order of their lengths: those of equal length lie together."""
+        lengths_B = mask_BT.count_nonzero(1)
+        order_B = lengths_B.argsort(stable=True)
+        rows_N, columns_N = mask_BT[order_B].nonzero(as_tuple=True)
+        indices_N = order_B[rows_N] * mask_BT.shape[1] + columns_N
+        return cls.at((mask_BT.shape[0], mask_BT.shape[1]), indices_N, lengths_B[order_B].tolist())
 
     @classmethod
     def at(cls, shape: tuple[int, int], indices_N: Tensor, lengths: Sequence[int]) -> Packing:
@@ -106,12 +109,11 @@ class Packing(RealTokens):
         Such a text has a count of 0 itself. Unpacking puts zeros where nothing was computed; all else is as it would be, as
         attention is causal.
         """
-        counts = torch.tensor(self.lengths)
-        starts, texts_M = self.starts[:-1].long(), torch.arange(len(counts)).repeat_interleave(counts)
-        places_M = torch.arange(len(texts_M))
-        inner_M = places_M - starts[texts_M]
+        texts_M, places_M = self.indices_N // self.shape[1], torch.arange(len(self.indices_N))
+        starts_B = places_M.new_zeros(self.shape[0]).scatter_reduce(0, texts_M, places_M, "amin", include_self=False)
+        inner_M = places_M - starts_B[texts_M]
         is_shared_M = inner_M < counts_B[texts_M]
-        at_M = places_M.where(~is_shared_M, starts[sources_B[texts_M]] + inner_M)
+        at_M = places_M.where(~is_shared_M, starts_B[sources_B[texts_M]] + inner_M)
         computed_N = (~is_shared_M).nonzero().flatten()
         which_M = ((~is_shared_M).cumsum(0) - 1)[at_M]
         return replace(self, indices_N=self.indices_N[computed_N], shared=(which_M, computed_N))

@@ -92,6 +92,7 @@ class SemanticSegmentation(PretrainedImageTask):
 
     def datasets(self) -> dict[str, SegmentedImages]:
         """Return the splits; see ``SegmentedImages`` for a sample."""
+        from hftune.data.images import decode_images
         from hftune.data.segmentation_images import check_labels
 
         form = self._form  # refuses a model that does not classify pixels before the data are read
@@ -101,7 +102,11 @@ class SemanticSegmentation(PretrainedImageTask):
             raise DataError(f"All pixels have the class {self.labels[0]!r}, but segmentation needs at least two classes.")
         whole = {"train"} if (self.augmentation or {}).get("crop") else {}
         return {
-            split: replace(images, form=None if split in whole else form, scales_masks=split == "train")
+            split: replace(
+                images,
+                decoded=None if split in whole else decode_images(images.rows, "image", split, form),
+                scales_masks=split == "train",
+            )
             for split, images in self._masks.items()
         }
 
@@ -177,10 +182,8 @@ class SemanticSegmentation(PretrainedImageTask):
         """Return the sum over pixels; the logits are scaled to the size of the mask, as the heads of transformers do it."""
         from torch.nn.functional import cross_entropy
 
-        losses = [
-            cross_entropy(logits_KHW[None], labels_HW[None], reduction="sum")
-            for logits_KHW, labels_HW in _one_by_one(outputs, target)
-        ]
+        pairs = _scaled(outputs, target)
+        losses = [cross_entropy(logits_nKHW, labels_nHW, reduction="sum") for logits_nKHW, labels_nHW in pairs]
         return sum(losses[1:], losses[0])
 
     def num_items(self, target: Any) -> int:
@@ -257,7 +260,7 @@ class SemanticSegmentation(PretrainedImageTask):
         pixel_values = self.normalized([self._form.pixels(image, name) for image, name in images])
         outputs, rows = model(pixel_values=pixel_values.to(next(model.parameters()).device)), []
         for logits_Khw, (image, _) in zip(outputs.logits.float(), images, strict=True):
-            labels_HW = scaled_to(logits_Khw, (image.height, image.width)).argmax(0).cpu().numpy()
+            labels_HW = scaled_to(logits_Khw[None], (image.height, image.width))[0].argmax(0).cpu().numpy()
             shares_K = np.bincount(labels_HW.reshape(-1)) / labels_HW.size
             order = [label for label in np.argsort(-shares_K, kind="stable").tolist() if shares_K[label]]
             shares = {self.labels[label]: round(float(shares_K[label]), 4) for label in order}
@@ -265,16 +268,31 @@ class SemanticSegmentation(PretrainedImageTask):
         return rows
 
 
+def _scaled(outputs: Any, target: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield logits (n, K, H, W), float32, and labels (n, H, W) of the masks' size: of a few samples at a time."""
+    logits_NKhw, labels_NHW = outputs.logits.float(), target["labels"]
+    if sizes := target.get("size"):
+        for logits_Khw, labels_HW, (height, width) in zip(logits_NKhw, labels_NHW, sizes, strict=True):
+            yield scaled_to(logits_Khw[None], (height, width)), labels_HW[None, :height, :width]
+        return
+    size = labels_NHW.shape[1:]
+    count = max(1, AT_ONCE // (logits_NKhw.shape[1] * size.numel()))
+    for logits_nKhw, labels_nHW in zip(logits_NKhw.split(count), labels_NHW.split(count), strict=True):
+        yield scaled_to(logits_nKhw, size), labels_nHW
+
+
 def _one_by_one(outputs: Any, target: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield logits (K, H, W), float32, and labels (H, W) of each sample, both of the mask's size."""
-    labels_NHW = target["labels"]
-    sizes = target.get("size", [labels_NHW.shape[1:]] * len(labels_NHW))
-    for logits_Khw, labels_HW, (height, width) in zip(outputs.logits.float(), labels_NHW, sizes, strict=True):
-        yield scaled_to(logits_Khw, (height, width)), labels_HW[:height, :width]
+    """Yield logits (K, H, W) and labels (H, W) of each sample."""
+    for logits_nKHW, labels_nHW in _scaled(outputs, target):
+        yield from zip(logits_nKHW, labels_nHW, strict=True)
 
 
-def scaled_to(logits_Khw: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return logits at a height and width, (K, H, W), as transformers' ``post_process_semantic_segmentation`` scales them."""
+AT_ONCE = 2**22
+"""Logits that are scaled at once: 16 MiB of float32."""
+
+
+def scaled_to(logits_NKhw: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Return logits at a height and width, (N, K, H, W), as the heads of transformers' models scale them."""
     from torch.nn.functional import interpolate
 
-    return interpolate(logits_Khw[None], size=size, mode="bilinear", align_corners=False)[0]
+    return interpolate(logits_NKhw, size=size, mode="bilinear", align_corners=False)

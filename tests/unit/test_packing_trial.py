@@ -136,7 +136,7 @@ def test_models_of_ones_own_are_left_alone(parts):
 def test_batches_carry_their_packing_to_the_model_and_nowhere_else(parts):
     recipe, built = parts
     batch = collate_for(built.model, recipe.task)([built.datasets["train"][index] for index in range(4)])
-    assert batch["packing"].lengths == tuple(batch["attention_mask"].sum(1).tolist())
+    assert batch["packing"].lengths == tuple(sorted(batch["attention_mask"].sum(1).tolist()))
     given = []
 
     class Model(nn.Module):

@@ -16,10 +16,10 @@ SHARED = torch.arange(2).repeat(2), torch.tensor([0, 0, 3, 1])
 
 def test_what_is_computed_and_what_is_taken_from_where():
     packing = Packing.of(MASK).sharing(*SHARED)
-    assert packing.lengths == (4, 3, 5, 2) and packing.shape == (4, 5)
+    assert packing.lengths == (2, 3, 4, 5) and packing.shape == (4, 5)  # texts by length
     which, computed = (tensor.tolist() for tensor in packing.shared)
-    assert which == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 7, 8, 4, 9]
-    assert computed == [0, 1, 2, 3, 4, 5, 6, 10, 11, 13]
+    assert which == [1, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 8, 9]
+    assert computed == [1, 2, 3, 4, 5, 6, 7, 8, 12, 13]
     assert packing.indices_N.tolist() == Packing.of(MASK).indices_N[computed].tolist()
 
 
