@@ -398,7 +398,7 @@ def prepared_images(task: Any, model: Any, folder: Path) -> Any:
 
 
 def speech(task: Any, dataset: Any) -> tuple[list[dict[str, Any]], Callable[[list], dict[str, Any]]]:
-    """Return extracted features with labels, and a collator that pads both."""
+    """Return extracted features with labels, and a collator that pads both; feat_extract_norm=layer needs the mask."""
     extractor, tokenizer = task.listener.extractor, task.text_tokenizer
     samples = [dataset[index] for index in range(len(dataset))]
     rows = [
@@ -409,7 +409,7 @@ def speech(task: Any, dataset: Any) -> tuple[list[dict[str, Any]], Callable[[lis
         features = [{"input_values": row["input_values"][0]} for row in rows]
         labels = tokenizer.pad([{"input_ids": row["labels"]} for row in rows], return_tensors="pt")
         return {
-            **extractor.pad(features, padding=True, return_tensors="pt"),
+            **extractor.pad(features, padding=True, return_attention_mask=True, return_tensors="pt"),
             "labels": labels["input_ids"].masked_fill(labels["attention_mask"] == 0, -100),
         }
 

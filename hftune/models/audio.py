@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import FEATURE_EXTRACTOR_MAPPING, AutoFeatureExtractor, PreTrainedConfig, PreTrainedModel
 
+from hftune.data.tokenized import Ragged
 from hftune.errors import ConfigError, DataError, message_of
 from hftune.models.pretrained import CONFIG, TOKENIZER, folder_of
 from hftune.models.trial import trying
@@ -121,7 +122,9 @@ class Listener:
         self.input: str = extractor.model_input_names[0]
         noise_T = np.random.RandomState(0).randn(rate // 2).astype(np.float32) / 10
         try:
-            shapes = [self._extracted([noise_T[:count]])[self.input].shape for count in (rate // 4, rate // 2)]
+            shapes = [
+                self._extracted([noise_T[:count]], return_tensors="pt")[self.input].shape for count in (rate // 4, rate // 2)
+            ]
         except (ValueError, RuntimeError, TypeError, ImportError) as error:
             raise ConfigError(f"{name}: its feature extractor cannot be used: {message_of(error)}.") from error
         self.is_fixed, self.shape = shapes[0] == shapes[1], tuple(shapes[0][1:])
@@ -162,14 +165,17 @@ class Listener:
         return max(1, getattr(config, "mask_time_length", 1)) if masks else 1
 
     def _extracted(self, audio: Sequence[np.ndarray], **options: Any) -> Any:
-        return self.extractor(list(audio), sampling_rate=self.rate, return_tensors="pt", **options)
+        return self.extractor(list(audio), sampling_rate=self.rate, **options)
 
     def __call__(self, audio: Sequence[np.ndarray]) -> dict[str, Tensor]:
         """Return the inputs of recordings, each (T,) float32, at ``rate``, normalized each by itself."""
-        options = {} if self.is_fixed else {"padding": True, "return_attention_mask": True}
-        found = self._extracted(audio, **options)
-        names = (self.input,) if self.is_fixed else (self.input, "attention_mask")
-        return {name: found[name] for name in names}
+        if self.is_fixed:
+            return {self.input: self._extracted(audio, return_tensors="pt")[self.input]}
+        if len(self.shape) == 1:  # still samples: padded here in half the time
+            values_NT, mask_NT = Ragged.of(self._extracted(audio)[self.input]).padded(self.extractor.padding_value)
+            return {self.input: values_NT, "attention_mask": mask_NT}
+        found = self._extracted(audio, return_tensors="pt", padding=True, return_attention_mask=True)
+        return {name: found[name] for name in (self.input, "attention_mask")}
 
 
 class ValidGroupNorm(nn.GroupNorm):

@@ -160,6 +160,15 @@ def test_a_recording_is_heard_as_if_it_were_alone_also_where_groups_are_normaliz
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
+def test_samples_are_padded_as_their_feature_extractor_pads_them():
+    _, listener = tiny("wav2vec2")
+    audio = [noise(0.3), noise(0.5, 1) + 0.2, noise(0.1, 2)]
+    expected = listener.extractor(audio, sampling_rate=RATE, padding=True, return_attention_mask=True, return_tensors="pt")
+    found = listener(audio)
+    assert torch.equal(found["input_values"], expected["input_values"])
+    assert torch.equal(found["attention_mask"], expected["attention_mask"].long())
+
+
 def test_layer_norms_need_no_change():
     model, listener = tiny("wav2vec2", feat_extract_norm="layer", do_stable_layer_norm=True)
     check_padding(model, listener)

@@ -9,10 +9,12 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardInd
 from transformers import pipeline
 
 from hftune import ConfigError, DataError
+from hftune.data import segmentation_images
 from hftune.data.demo import landscapes
 from hftune.data.demo.drawings import LANDSCAPE
+from hftune.data.images import open_stored
 from hftune.data.segmentation_images import IGNORED, MaskNumbers, cut_mask, read_mask, to_image
-from hftune.tasks import SemanticSegmentation
+from hftune.tasks import SemanticSegmentation, semantic_segmentation
 
 SEGFORMER = {
     "model_type": "segformer",
@@ -84,6 +86,16 @@ def test_masks_in_files_have_palettes_and_ignored_pixels_and_their_own_size(fold
     assert task.class_counts(data["train"])["sky"] == 3
 
 
+def test_images_are_decoded_once_unless_they_are_to_be_cropped(folder, monkeypatch):
+    cropped = in_folder(folder, augmentation={"crop": 0.5}).datasets()
+    assert cropped["train"].decoded is None and cropped["train"][0]["image"].shape != (32, 32, 3)
+    data, opened = in_folder(folder).datasets(), []
+    monkeypatch.setattr(segmentation_images, "open_stored", lambda *args: opened.append(args[0]) or open_stored(*args))
+    sample = data["train"][0]
+    assert sample["image"].shape == (32, 32, 3) and sample["mask"].shape == (32, 32)
+    assert [stored["path"] for stored in opened] == [str(folder / "train" / "mask" / "0.png")]
+
+
 def test_reduced_labels_begin_with_one():
     numbers = MaskNumbers(ignore_index=255, reduce_labels=True)
     labels = numbers.labels(np.array([[0, 1, 2, 255]], np.uint8))
@@ -130,7 +142,8 @@ def test_crops_show_a_pixel_with_a_class():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_loss_is_that_of_the_model_s_own_head_and_adds_up(name):
+def test_the_loss_is_that_of_the_model_s_own_head_and_adds_up(name, monkeypatch):
+    monkeypatch.setattr(semantic_segmentation, "AT_ONCE", 3 * len(LANDSCAPE) * 32 * 32)  # three samples of four
     task = task_of(model_config=MODELS[name])
     data = task.datasets()
     torch.manual_seed(0)
