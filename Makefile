@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some containers set it. Then each process compiles hftune and rewrites the assertions of all test modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check unit test suite static lint bench measured gpu-rehearsal docs clean
+.PHONY: demo check unit test suite static lint bench measured gpu gpu-rehearsal docs clean
 
 demo: $(VENV)/.installed
 	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file accelerate_configs/2cpu.yaml -m hftune.run recipe=yelp_demo resume=never
@@ -48,6 +48,10 @@ bench: $(VENV)/.installed
 # For one recipe: make gpu-rehearsal WORDS="-k yelp".
 gpu-rehearsal: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/rehearsal --durations=0 --durations-min=1 $(WORDS)
+
+# On a machine with an NVIDIA GPU, ten minutes: losses against the CPU's, SIGKILL, two GPUs, speed beside Trainer; a table.
+gpu: $(VENV)/.installed
+	$(BIN)/python benchmarks/gpu.py $(WORDS)
 
 measured: $(VENV)/.installed
 	$(BIN)/python benchmarks/measured.py

@@ -1,316 +1,236 @@
-"""Measure a bert-base-sized BERT on one NVIDIA GPU: tokens a second, MFU, idle time and peak memory, setting by setting.
+"""Try hftune on the NVIDIA GPUs of this machine, in ten minutes: losses, SIGKILL and resumption, and speed beside Trainer.
 
-    python benchmarks/gpu.py [--data FOLDER] [--peak-tflops 989] [--steps 10] [--rounds 2]
+    make gpu        or: python benchmarks/gpu.py [recipe ...] [--parts losses speed] [--loss-steps 12] [--only WORDS]
 
-Settings: precision no or bf16; eager, or layers compiled one by one; gradient checkpointing off or on; and the batch padded to
-512 tokens in micro-batches of --rows rows, cut by hftune's plan into micro-batches of at most as many padded tokens, or packed,
-without padding, into micro-batches of as many real tokens. --only keeps the settings with these words, such as
---only bf16 packed. All of them train through hftune's DataParallel on the same samples.
+It ends with a Markdown table, for README or an issue, and exits with 0 if all is within its bound. ``all`` means all demos.
 
-Tokens are real ones, padding not counted. Loading is part of the time: samples are read, collated, pinned and copied as in a
-training. Every setting runs over the same steps once untimed (kernels are chosen and compiled then), then timed, then over two
-of them under torch.profiler: "idle" is the share of that time in which the GPU computed nothing. The profiler slows the host
-down, so it is an upper bound. "graphs" is how many the compiler made, and how many of them again for other inputs. Settings
-take turns in rounds, each on a fresh model alone on the GPU. Peak memory is what PyTorch's allocator held at most while timed.
+Losses: each recipe trains for --loss-steps steps with dropout off, as masks are drawn by each device itself, and is evaluated:
+on the CPU in float32; on a GPU in float32 (no TF32) and in bf16, both with train.deterministic; once more in bf16, killed with
+SIGKILL as soon as the first checkpoint is complete, then started again. Where there are two GPUs, two processes do the same in
+float32. "float32", "bf16" and "two" are the largest relative differences of a logged training or evaluation loss to the CPU's.
+"resumed" says whether all weights of the last model and all logged values are those of the run that was left alone.
 
-MFU is perf/mfu of a training (docs/speed.md): the matrix products of the layers, forward and backward, for real tokens, over
-what the GPU could have done; the column after it counts padding as work. The peak is --peak-tflops, by default the GPU's dense
-bf16 peak from NVIDIA's data sheet where hftune knows it, for float32 rows as well.
+Speed: tokens a second, model FLOPs utilisation and memory, see gpu_speed.py, whose settings --only chooses.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import json
 import os
+import signal
+import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable
-from contextlib import closing
-from dataclasses import dataclass
-from itertools import islice, product
-from statistics import median
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-import torch
-from bert_on_reviews import add_model_options, pad_to, quiet, recipe_of, review_task
-from contest import take_turns
-from record import parse_options, print_table, save
-from torch import Tensor
+from record import HERE, parse_options, print_table, save, versions
 
-from hftune.batch_plan import BatchPlan
-from hftune.build import Parts, build_model, load_datasets, plan_batches
-from hftune.config import Recipe
-from hftune.distributed.accelerator import on_cpu, start_accelerator
-from hftune.distributed.devices import known_tflops
-from hftune.optim import build_optimizer
-from hftune.settle import settle_packing
-from hftune.strategies.data_parallel import DataParallel
-from hftune.tasks import SequenceClassification
+from hftune import Callback
 
-WORDS = (("no", "bf16"), ("eager", "layers"), ("stored", "recomputed"), ("padded", "plan", "packed"))
-Setting = tuple[str, str, str, str]  # one word of each
+DEMOS = sorted(path.stem for path in (HERE.parent / "recipes").glob("*_demo.yaml"))
+FEW = ("yelp_demo", "chats_demo", "seq2seq_demo", "image_classification_demo")
+BERT = ("task.model_config.hidden_dropout_prob=0", "task.model_config.attention_probs_dropout_prob=0")
+DROPOUT_OFF = {
+    **dict.fromkeys(("multi_label_demo", "pairs_demo", "regression_demo", "text_classification_demo"), BERT),
+    **dict.fromkeys(("token_classification_demo", "embeddings_demo", "audio_classification_demo"), BERT),
+    "ctc_demo": ("task.model_config.hidden_dropout=0", "task.model_config.attention_dropout=0"),
+    "mnist_demo": ("task.dropout=0",),
+    "process_reward_demo": (  # the heads that transformers has for Llamas drop out a tenth, whatever their config says
+        "replace=[task.model_config]",
+        "task.model_config={model_type: gpt_neox, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
+        "num_attention_heads: 2, classifier_dropout: 0.0, max_position_embeddings: 128}",
+    ),
+    "segmentation_demo": ("task.model_config.classifier_dropout_prob=0", "task.model_config.drop_path_rate=0"),
+    "speech_to_text_demo": ("task.model_config.dropout=0",),
+}
+"""A GPU draws dropout from a generator of its own: only without it are its losses the CPU's."""
+NEEDS = {
+    "chats_lora_demo": ("chats_demo", "task.model={}/model"),
+    "distillation_demo": ("language_modeling_demo", "train.teacher={}"),
+}
+"""Demos that begin with the model of another one, that one, and the word for its folder."""
+EXACT = ("train.mixed_precision=no", "train.tf32=false", "train.deterministic=true")
+BF16 = ("train.mixed_precision=bf16", "train.deterministic=true")
+FLOAT32_BOUND, BF16_BOUND = 1e-5, 2e-2
+"""Of bf16: weights and losses have 8 bits, so that a loss near 1 is right to 4e-3; a dozen steps add to that."""
+
+
+class KilledAtCheckpoint(Callback):
+    """Ends the process with SIGKILL when its first checkpoint is complete."""
+
+    def on_checkpoint(self, checkpoint: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> int:
     options = parse()
-    if (why_not := missing_gpu(options)) is not None:
-        print(f"benchmarks/gpu.py {why_not}", file=sys.stderr)
-        return 2
-    quiet()
-    settings: list[Setting] = [setting for setting in product(*WORDS) if set(options.only) <= set(setting)]
-    with tempfile.TemporaryDirectory() as folder:
-        turns = {setting: lambda turn, setting=setting: measure(options, setting, folder) for setting in settings}
-        report(options, take_turns(turns, options.rounds))
-    return 0
-
-
-def missing_gpu(options: argparse.Namespace) -> str | None:
-    """Say why this machine cannot run the benchmark. Under --smoke any can, on its CPU."""
     if options.smoke:
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-        return None
-    if torch.version.cuda is None or on_cpu() or not torch.cuda.is_available():
-        return "needs a machine with an NVIDIA GPU and a CUDA build of PyTorch; --smoke tries it on the CPU."
-    return None
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    import torch
 
+    from hftune.distributed.accelerator import on_cpu
 
-def device_name() -> str:
-    return "CPU" if on_cpu() else torch.cuda.get_device_name()
+    if not options.smoke and (on_cpu() or not torch.cuda.is_available()):
+        print(
+            "benchmarks/gpu.py needs an NVIDIA GPU and PyTorch's build for CUDA; --smoke tries it on the CPU.", file=sys.stderr
+        )
+        return 2
+    device, gpus = ("CPU", 0) if on_cpu() else (torch.cuda.get_device_name(), torch.cuda.device_count())
+    tables, rows, fine = [], [], True
+    with tempfile.TemporaryDirectory() as folder:
+        if "losses" in options.parts:
+            tables.append(compare_losses(options, device, gpus, Path(folder)))
+            rows, fine = summary(options, tables[0], gpus)
+        if "speed" in options.parts:
+            import gpu_speed
 
-
-def synchronize() -> None:
-    """Wait for the GPU; nothing waits on a CPU."""
-    if not on_cpu():
-        torch.cuda.synchronize()
-
-
-def reset_peak() -> None:
-    if not on_cpu():
-        torch.cuda.reset_peak_memory_stats()
-
-
-def peak_bytes() -> int:
-    """Return the most bytes that PyTorch's allocator held since ``reset_peak``; 0 on a CPU, where nobody counts them."""
-    return 0 if on_cpu() else torch.cuda.max_memory_allocated()
-
-
-def peak_tflops(options: argparse.Namespace) -> float | None:
-    """Return what the GPU computes at best in bf16; None if nobody says so."""
-    return options.peak_tflops or (known_tflops(device_name()) or {}).get("bf16")
-
-
-def idle_share(run: Callable[[], None]) -> float | None:
-    """Run once more under the profiler; return the share of the time in which the GPU computed nothing. None on a CPU."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints when it starts and stops (torch 2.13)
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    kinds = [ProfilerActivity.CPU, *([] if on_cpu() else [ProfilerActivity.CUDA])]
-    began = time.perf_counter()
-    with profile(activities=kinds, acc_events=True) as profiled:
-        run()
-        seconds = time.perf_counter() - began
-    on_gpu = [event.time_range for event in profiled.events() if event.device_type == DeviceType.CUDA]
-    return None if on_cpu() else 1 - covered((span.start, span.end) for span in on_gpu) / 1e6 / seconds
-
-
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return how much of a line the intervals cover together; several streams of a GPU may compute at once."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
+            table, found = gpu_speed.measure_all(options, device, folder)
+            tables.append(table)
+            rows += [(what, "", figure) for what, figure in found.items()]
+    used = ", ".join(f"{name} {number}" for name, number in versions().items())
+    print("", *markdown((f"{max(gpus, 1)} x {device}; {used}", "bound", "found"), rows), sep="\n", flush=True)
+    save(__file__, options, tables, {f"{what}, on {device}": found for what, _, found in rows})
+    return 0 if fine else 1
 
 
 def parse() -> argparse.Namespace:
+    from gpu_speed import add_speed_options
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_model_options(parser, layers=12, width=768)
-    parser.add_argument("--batch-size", type=int, default=256, help="global")
-    parser.add_argument("--rows", type=int, default=32, help="rows of a padded micro-batch; the plan's tokens are 512 x rows")
-    parser.add_argument("--steps", type=int, default=10, help="optimizer steps a round")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--peak-tflops", type=float, help="dense, of one GPU; needed for MFU on GPUs not known here")
-    parser.add_argument("--num-workers", type=int, default=0, help="processes that load samples")
-    words = sorted({word for group in WORDS for word in group})
-    parser.add_argument("--only", nargs="*", choices=words, default=[], help="measure only settings with all these words")
-    smoke = {"layers": 1, "width": 64, "vocab_size": 500, "batch_size": 8, "rows": 4, "steps": 2, "rounds": 1}
-    return parse_options(parser, {**smoke, "only": ["no", "eager", "stored"]})
+    parser.add_argument("demos", nargs="*", metavar="recipe", default=FEW)
+    parser.add_argument("--parts", nargs="+", choices=("losses", "speed"), default=["losses", "speed"])
+    parser.add_argument("--loss-steps", type=int, default=12)
+    parser.add_argument("--jobs", type=int, default=2, help="recipes at a time, in several processes each")
+    smoke = {"demos": ["mnist_demo"], "loss_steps": 5, **add_speed_options(parser)}
+    options = parse_options(parser, smoke)
+    options.demos = DEMOS if [*options.demos] == ["all"] else options.demos
+    return options
 
 
-@dataclass
-class PaddedReviews(SequenceClassification):
-    """Reviews padded to the maximum, whatever their lengths."""
-
-    def lengths(self, dataset: Any) -> np.ndarray:
-        return np.full(len(dataset), self.max_length, np.int32)
-
-    def collate(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        return pad_to(self.max_length, super().collate(examples), self.text_tokenizer.pad_token_id)
+def markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (header, ("---",) * len(header), *rows)]
 
 
-@dataclass
-class Round:
-    """What one setting did in one round."""
-
-    seconds: float
-    tokens: int
-    padded: int
-    real_flop: float
-    padded_flop: float
-    peak_bytes: int
-    idle: float | None
-    compiled: Compilations
+def compare_losses(options: argparse.Namespace, device: str, gpus: int, folder: Path) -> dict[str, Any]:
+    """Train all recipes in all ways; return a table."""
+    rows = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for row in pool.map(lambda demo: row_of(demo, options, gpus, folder), options.demos):
+            rows.append(row)
+            print(*row, file=sys.stderr, flush=True)
+    title = f"{device}; losses of {options.loss_steps} steps and an evaluation against the CPU's"
+    return print_table(title, ("recipe", "float32", "bf16", "resumed", "two", "two resumed"), rows)
 
 
-def recipe_for(options: argparse.Namespace, setting: Setting, folder: str) -> Recipe:
-    precision, compiled, recomputed, batches = setting
-    bound = {"micro_batch_size": options.rows} if batches == "padded" else {"micro_batch_tokens": 512 * options.rows}
-    return recipe_of(
-        review_task(options, PaddedReviews if batches == "padded" else SequenceClassification),
-        folder,
-        batch_size=options.batch_size,
-        mixed_precision=precision,
-        compile=compiled == "layers",
-        packing="auto" if batches == "packed" else "off",
-        gradient_checkpointing=recomputed == "recomputed",
-        **bound,
-    )
+def row_of(demo: str, options: argparse.Namespace, gpus: int, folder: Path) -> tuple[str, ...]:
+    words = (*DROPOUT_OFF.get(demo, ()), f"train.max_steps={options.loss_steps}")
 
+    def train(name: str, *more: str, **others: Any) -> Trained:
+        return run(demo, folder / f"{demo}-{name}", *words, *more, **others)
 
-def measure(options: argparse.Namespace, setting: Setting, folder: str) -> Round | None:
-    """Train one setting alone on the GPU; None where its memory does not suffice."""
+    def killed_and_resumed(name: str, *more: str, **others: Any) -> Trained:
+        train(name, *more, f"callbacks=[{Path(__file__).stem}.KilledAtCheckpoint]", is_killed=True, **others)
+        return train(name, *more, **others)
+
     try:
-        done = train(options, recipe_for(options, setting, folder))
-        print(f"{' '.join(setting)}: {done.tokens / done.seconds:,.0f} tokens/s", file=sys.stderr, flush=True)
-        return done
-    except torch.OutOfMemoryError:
-        return None
-    finally:
-        gc.collect()  # the model is in cycles
-        torch.compiler.reset()
-        torch.cuda.empty_cache()
+        if demo in NEEDS:
+            needed, word = NEEDS[demo]
+            run(needed, folder / f"{demo}-needs", f"train.max_steps={options.loss_steps}")
+            words = (*words, word.format(folder / f"{demo}-needs"))
+        with ThreadPoolExecutor() as pool:
+            cpu = pool.submit(train, "cpu", *EXACT, ACCELERATE_USE_CPU="true")
+            one, half = pool.submit(train, "float32", *EXACT), pool.submit(train, "bf16", *BF16)
+            resumed = pool.submit(killed_and_resumed, "resumed", *BF16)
+            two = [pool.submit(do, do.__name__, *EXACT, processes=2) for do in (train, killed_and_resumed) if gpus > 1]
+        found = [f"{furthest(each.result(), cpu.result()):.1e}" for each in (one, half, *two[:1])]
+        pairs = [(half, resumed), *([two] if two else [])]
+        equal = ["bit-equal" if again.result() == whole.result() else "differs" for whole, again in pairs]
+        return (demo, *found[:2], equal[0], *found[2:], *equal[1:], *([] if two else ["-", "-"]))
+    except RuntimeError as error:
+        print(f"\n{demo}: {error}", file=sys.stderr, flush=True)
+        return demo, *["failed"] * 5
 
 
-def train(options: argparse.Namespace, recipe: Recipe) -> Round:
-    began = time.time()
-    datasets = dict(load_datasets(recipe))
-    data = datasets["train"]
-    chosen = np.random.default_rng(0).integers(len(data), size=options.steps * options.batch_size)
-    datasets["train"] = data = data.select(chosen)
-    parts = Parts(datasets, plan_batches(recipe, data), build_model(recipe), options.steps)
-    strategy = DataParallel(start_accelerator(recipe.train), recipe.task)
-    settle_packing(recipe, strategy, parts)
-    if recipe.train.packing == "auto" and not parts.plan.packed:
-        raise SystemExit(f"benchmarks/gpu.py cannot pack: {' '.join(parts.notices)}")
-    strategy.prepare(parts.model, build_optimizer(parts.model, recipe))
-
-    def run(num_steps: int = options.steps) -> None:
-        take_steps(strategy, recipe, data, parts.plan, num_steps, options.num_workers)
-
-    run()
-    reset_peak()
-    started = time.perf_counter()
-    run()
-    seconds, peak = time.perf_counter() - started, peak_bytes()
-    micro_batches = [micro_batch for step in parts.plan.epoch(0) for micro_batch in step]
-    real = SequenceClassification.lengths(recipe.task, data)
-    padded = real if parts.plan.packed else np.concatenate([[each.length] * len(each.samples) for each in micro_batches])
-    tokens, flop = int(real.sum()), parts.arithmetic.flops(real, num_items=0)
-    computed = sum(micro_batch.tokens for micro_batch in micro_batches), parts.arithmetic.flops(padded, num_items=0)
-    return Round(seconds, tokens, computed[0], flop, computed[1], peak, idle_share(lambda: run(2)), Compilations.since(began))
+Trained = tuple[list[dict[str, Any]], bytes]
+"""What was logged, without times, and the weights of the last model."""
 
 
-def take_steps(
-    strategy: DataParallel, recipe: Recipe, data: Any, plan: BatchPlan, num_steps: int, num_workers: int = 0
-) -> None:
-    """Train on the first steps of a plan, loading included, until the GPU has finished."""
-    with closing(strategy.batches(data, islice(plan.epoch(0), num_steps), num_workers)) as batches:
-        for step, batch in enumerate(batches):
-            strategy.forward_backward(batch, recipe.seed, step)
-            strategy.report(strategy.clip_grad_norm(recipe.train.clip_norm))
-            strategy.optimizer_step(recipe.train.lr)
-            strategy.sharding.clear_gradient()
-    synchronize()
-
-
-def report(options: argparse.Namespace, results: dict[Setting, list[Round | None]]) -> None:
-    """Print medians over the rounds, headed by what was measured on."""
-    name, peak = device_name(), peak_tflops(options)
-    rows, rates = [], {}
-    for setting, rounds in results.items():
-        done = [run for run in rounds if run is not None]
-        if not done:
-            rows.append((*setting, "out of memory", "", "", "", "", "", ""))
-            continue
-        rates[setting] = rate = median(run.tokens / run.seconds for run in done)
-        useful, computed = (median(getattr(run, field) / run.seconds for run in done) for field in ("real_flop", "padded_flop"))
-        shares = [f"{rate_flop / peak / 1e12:.1%}" if peak else "-" for rate_flop in (useful, computed)]
-        padding = 1 - done[0].tokens / done[0].padded
-        memory = max(run.peak_bytes for run in done) / 2**30
-        rows.append((*setting, f"{rate:,.0f}", f"{padding:.1%}", *shares, f"{memory:.2f}", *waits_and_graphs(done)))
-    title = (
-        f"{name}, torch {torch.__version__}; BERT {options.layers} x {options.width}, global batch {options.batch_size}, "
-        f"{options.rounds} rounds of {options.steps} steps; "
-        + (f"MFU of {peak:g} TFLOP/s" if peak else "MFU needs --peak-tflops for this GPU")
+def run(demo: str, folder: Path, *words: str, processes: int = 1, is_killed: bool = False, **environment: str) -> Trained:
+    """Train. RuntimeError if it fails; or if it does not, though it is to be killed, or leaves no checkpoint then."""
+    words = (
+        f"recipe={demo}",
+        f"output_dir={folder}",
+        "train.log_every=1",
+        "task.max_eval_samples=64",
+        "checkpoint.every=4",
+        *words,
     )
-    header = (
-        "precision",
-        "compile",
-        "activations",
-        "batches",
-        "tokens/s",
-        "padding",
-        "MFU",
-        "with padding",
-        "peak GiB",
-        "idle",
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "hftune.run", *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment},
+        cwd=HERE.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
-    header = (*header, "graphs")
-    table = print_table(title, header, rows)
-    save(__file__, options, [table], figure(f"BERT {options.layers} x {options.width} on one {name}", rates, table))
+    if is_killed:
+        if done.returncode and any((folder / "checkpoints").glob("step_*")):
+            return [], b""
+        raise RuntimeError(f"{' '.join(words)} was not killed, or before a checkpoint:\n{done.stdout[-2500:]}")
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)} ended with exit code {done.returncode}:\n{done.stdout[-2500:]}")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    logged = [{name: value for name, value in line.items() if not name.startswith("perf/")} for line in lines]
+    return logged, b"".join(path.read_bytes() for path in sorted((folder / "model_last").glob("*.safetensors")))
 
 
-class Compilations(NamedTuple):
-    """What torch compiled in this process since some time."""
-
-    graphs: int
-    again: int
-    """Those of them that were compiled because the inputs were of another kind than before."""
-    hit_limit: bool
-    """Whether further kinds of inputs are computed uncompiled."""
-
-    @classmethod
-    def since(cls, began: float) -> Compilations:
-        """Count from a point in time on, as ``time.time`` tells it. torch remembers the last 64."""
-        from torch._dynamo.utils import get_compilation_metrics
-
-        found = [metrics for metrics in get_compilation_metrics() if (metrics.start_time or 0) >= began]
-        done = [metrics for metrics in found if not metrics.fail_reason]
-        again = sum(metrics.recompile_reason is not None for metrics in done)
-        return cls(len(done), again, any("limit" in (metrics.fail_reason or "") for metrics in found))
+def furthest(found: Trained, reference: Trained) -> float:
+    """Return the largest relative difference of a loss."""
+    pairs = [
+        (here[name], there[name])
+        for here, there in zip(found[0], reference[0], strict=True)
+        for name in ("train/loss", "eval/loss")
+        if name in there
+    ]
+    return max(abs(here - there) / abs(there) for here, there in pairs)
 
 
-def waits_and_graphs(done: list[Any]) -> tuple[str, str]:
-    """Return the median idle share of rounds, and the most graphs compiled in one, those for other inputs after a plus."""
-    idle = [run.idle for run in done if run.idle is not None]
-    most = max(run.compiled for run in done)
-    again = f"{most.graphs - most.again} + {most.again}{' (limit)' if most.hit_limit else ''}" if most.graphs else "-"
-    return f"{median(idle):.1%}" if idle else "-", again
-
-
-def figure(what: str, rates: dict[tuple, float], table: dict[str, Any]) -> dict[str, str]:
-    """Say how fast the fastest setting is, in the words of its row."""
-    if not rates:
-        return {}
-    fastest = [str(word) for word in max(rates, key=rates.get)]
-    row = next(row for row in table["rows"] if row[: len(fastest)] == fastest)
-    cells = dict(zip(table["header"], row, strict=True))
-    said = f"{cells['tokens/s']} tokens/s, MFU {cells['MFU']}, {cells['peak GiB']} GiB at most"
-    return {f"training {what}, {', '.join(fastest)}": said}
+def summary(options: argparse.Namespace, table: dict[str, Any], gpus: int) -> tuple[list[tuple[str, str, str]], bool]:
+    """Return a row for each promise, with its bound and the worst that was found, and whether all are kept."""
+    kept, rows = True, []
+    columns = dict(zip(table["header"], zip(*table["rows"], strict=True), strict=True))
+    which = f"{len(options.demos)} demo recipes" if len(options.demos) > 1 else options.demos[0]
+    for name, what, bound in (
+        ("float32", "float32", FLOAT32_BOUND),
+        ("bf16", "bf16", BF16_BOUND),
+        ("two", "float32 on two GPUs", FLOAT32_BOUND),
+        ("resumed", "bf16", None),
+        ("two resumed", "float32 on two GPUs", None),
+    ):
+        cells = columns[name]
+        if name.startswith("two") and gpus < 2:
+            found, is_kept = "not tried: one GPU", True
+        elif bound is None:
+            count = cells.count("bit-equal")
+            found, is_kept = f"{count} bit-equal", count == len(cells)
+        elif "failed" in cells:
+            found, is_kept = f"{cells.count('failed')} failed", False
+        else:
+            worst = max(cells, key=float)
+            found, is_kept = f"{worst} ({columns['recipe'][cells.index(worst)]})", float(worst) <= bound
+        said = (
+            f"killed with SIGKILL and resumed, {what}"
+            if bound is None
+            else f"largest relative difference of a loss to the CPU's, {what}"
+        )
+        rows.append((f"{which}: {said}", f"{len(cells)} bit-equal" if bound is None else f"{bound:g}", found))
+        kept &= is_kept
+    return rows, kept
 
 
 if __name__ == "__main__":

@@ -68,9 +68,9 @@ class RealTokens:
     def unpack(self, x_1N: Tensor) -> Tensor:
         """Put the padding back, as zeros: (1, N, ...) to (B, T, ...)."""
         if self.is_full:
-            return x_1N[0].unflatten(0, self.shape)
+            return x_1N.squeeze(0).unflatten(0, self.shape)  # not x_1N[0], whose gradient is a copy into zeros
         padded = x_1N.new_zeros(self.shape[0] * self.shape[1], *x_1N.shape[2:])
-        return padded.index_copy(0, self.indices_N, x_1N[0]).unflatten(0, self.shape)
+        return padded.index_copy(0, self.indices_N, x_1N.squeeze(0)).unflatten(0, self.shape)
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def packed_attention(
             )
         query, key, value = context.by_heads([query, key, value])
     if query.is_cuda and (query.dtype != torch.float32 or sliding_window is None):
-        q, k, v = (x_1HNd[0].transpose(0, 1) for x_1HNd in (query, key, value))
+        q, k, v = (x_1HNd.squeeze(0).transpose(0, 1) for x_1HNd in (query, key, value))
         output = varlen_attention(q, k, v, packing, packing, causal, dropout, scale, sliding_window)[None]
     else:
         output = _by_groups(query, key, value, packing, dropout, causal, scale, sliding_window)
@@ -226,7 +226,7 @@ def varlen_attention(
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     mask_type = 2 if causal else 0  # causal from the bottom right, or none
     efficient = torch.ops.aten._efficient_attention_forward
-    return efficient(*tensors, None, *texts, dropout, mask_type, needs_gradient, scale=scale)[0][0]
+    return efficient(*tensors, None, *texts, dropout, mask_type, needs_gradient, scale=scale)[0].squeeze(0)
 
 
 def _by_groups(
@@ -243,7 +243,7 @@ def _by_groups(
     heads = (0, query.shape[1]) if packing.context is None else packing.context.heads(query.shape[1])
     groups = Groups.of(packing.lengths, SPARE // heads[1] if dropout else 0)
     outputs = []
-    q_all, k_all, v_all = (groups.pad(x_1HNd[0].transpose(0, 1)) for x_1HNd in (query, key, value))
+    q_all, k_all, v_all = (groups.pad(x_1HNd.squeeze(0).transpose(0, 1)) for x_1HNd in (query, key, value))
     for (count, length), real_R11T, *qkv in zip(groups.shapes, groups.real, q_all, k_all, v_all, strict=True):
         q_RHTd, k_RHTd, v_RHTd = (x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv)
         seen = _seen(length, causal, window, query.device)

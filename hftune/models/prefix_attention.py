@@ -97,7 +97,7 @@ class Prefix:
         self, kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float
     ) -> Tensor:
         """Call a kernel for texts of unequal length twice, for all sources and for all titles."""
-        q_NHd, k_NHd, v_NHd = (x[0].transpose(0, 1) for x in (query, key, value))
+        q_NHd, k_NHd, v_NHd = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         of_sources = (x_NHd.index_select(0, self.sources.indices_N) for x_NHd in (q_NHd, k_NHd, v_NHd))
         parts = []
         if self.sources.longest:
@@ -111,7 +111,7 @@ class Prefix:
         """Call torch's fused kernel for each run of rows of equal lengths."""
         contexts = []
         sizes = [count * (source + title) for count, source, title in self.runs]
-        runs = (x_1HNd[0].split(sizes, 1) for x_1HNd in (query, key, value))
+        runs = (x_1HNd.squeeze(0).split(sizes, 1) for x_1HNd in (query, key, value))
         for (count, source, title), *qkv in zip(self.runs, *runs, strict=True):
             q, k, v = (x.unflatten(1, (count, -1)).transpose(0, 1) for x in qkv)
             parts = []

@@ -226,7 +226,8 @@ class DataParallel(Strategy):
                 arguments, target, part = given_to(self.task, inputs, self.scores_head, self.context)
                 with self._statistics.micro_batch(0 if keeps else weight * len(micro_batch.samples)):
                     outputs = None if keeps else compute(self.sharding.wrapped, **arguments)
-                loss = loss_of(index, outputs, target) * part
+                loss = loss_of(index, outputs, target)
+                loss = loss if part == 1 else loss * part  # not a kernel each way for nothing
                 if self.teacher is not None:
                     loss = self.teacher.mixed(loss, outputs, target, arguments, weight)
                 if balance is not None:

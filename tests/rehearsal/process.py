@@ -118,6 +118,7 @@ if __name__ == "__main__":
         rehearse(**json.loads(sys.argv[1]))
     else:
         simulated_cuda.install()
+        simulated_cuda.set_device_count(2)  # what commands find that are not given to ``rehearse``
         from tests.support import worker
 
         worker.main(Path(sys.argv[1]))

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.runs import Group, Run, train_on
+import torch
+from safetensors.torch import load_file
+
+from hftune import Callback
+from tests.support.runs import FSDP, TIMEOUT_S, Group, Run, train_on
 
 FEW = (
     *(
@@ -72,3 +79,46 @@ def rehearse(world_size: int, jobs: dict[str, tuple[str, ...]], folder: Path, re
     folder = folder / "gpu"
     folder.mkdir(exist_ok=True)
     return train_on(world_size, jobs, folder, recipe, group=Rehearsal, **options)
+
+
+class KilledAfterCheckpoint(Callback):
+    """Ends the main process with SIGKILL in the third step, when the checkpoint of the second one is complete."""
+
+    def on_begin(self, begin: Any) -> None:
+        self.checkpoint = begin.output_dir / "checkpoints" / "step_00000002"
+
+    def on_step(self, step: Any) -> None:
+        until = time.monotonic() + TIMEOUT_S
+        while step.step == 3:
+            if self.checkpoint.exists() or time.monotonic() > until:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.01)
+
+
+def rehearse_killed(world_size: int, words: tuple[str, ...], folder: Path, recipe: str, sharded: bool = False) -> Run:
+    """Train on simulated GPUs until the main process is killed after a step that no checkpoint has; then train to the end."""
+    name, callback = "resumed", f"callbacks=[{__name__}.{KilledAfterCheckpoint.__name__}]"
+    where = folder / "gpu" / f"{name}-on-{world_size}"
+    where.parent.mkdir(exist_ok=True)
+    killed = [recipe, [*words, callback, f"output_dir={where}"], None, FSDP if sharded else {}]
+    log = folder / "killed.log"
+    codes = Rehearsal(world_size, [killed], log).wait()
+    assert codes[0] == -signal.SIGKILL and all(codes), f"{codes}\n{log.read_text()}"  # the others notice
+    run = rehearse(world_size, {name: words}, folder, recipe, sharded={name} if sharded else ())[name]
+    from hftune.replay.audit import audit
+
+    assert [start["after_step"] for start in audit(run.folder).starts] == [0, 2]
+    return run
+
+
+def assert_bit_equal(resumed: Run, whole: Run) -> None:
+    """Compare what was logged, the metrics, and all weights."""
+    assert resumed.logged("train/loss") == whole.logged("train/loss")
+    assert resumed.result["metrics"] == whole.result["metrics"]
+    found, expected = weights(resumed), weights(whole)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    files = [load_file(path) for path in sorted((run.folder / "model_last").glob("*.safetensors"))]
+    return {name: value for file in files for name, value in file.items()}

@@ -5,38 +5,23 @@ The counts of waits are in WAITS.md. REHEARSAL_WRITES=yes writes it anew.
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.rehearsal.rehearsals import FEW, NO_DROPOUT, Waits, rehearse
+from tests.rehearsal.rehearsals import FEW, Waits, assert_bit_equal, rehearse, rehearse_killed, weights
 from tests.support.runs import Run, train_on
 
-RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "recipes").glob("*_demo.yaml"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+GPU = importlib.import_module("gpu")
+RECIPES = GPU.DEMOS
 TABLE = Path(__file__).with_name("WAITS.md")
-OWN_WORDS = {
-    **dict.fromkeys(("multi_label_demo", "pairs_demo", "regression_demo", "text_classification_demo"), NO_DROPOUT),
-    **dict.fromkeys(("token_classification_demo", "embeddings_demo", "audio_classification_demo"), NO_DROPOUT),
-    "ctc_demo": ("task.model_config.hidden_dropout=0", "task.model_config.attention_dropout=0"),
-    "mnist_demo": ("task.dropout=0",),
-    "process_reward_demo": (  # the heads that transformers has for Llamas drop out a tenth, whatever their config says
-        "replace=[task.model_config]",
-        "task.model_config={model_type: gpt_neox, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
-        "num_attention_heads: 2, classifier_dropout: 0.0, max_position_embeddings: 128}",
-    ),
-    "segmentation_demo": ("task.model_config.classifier_dropout_prob=0", "task.model_config.drop_path_rate=0"),
-    "speech_to_text_demo": ("task.model_config.dropout=0",),
-}
-"""A GPU draws dropout from a generator of its own: only without it are its losses the CPU's."""
-BASES = {
-    "chats_lora_demo": ("chats_demo", "task.model={}/model"),
-    "distillation_demo": ("language_modeling_demo", "train.teacher={}"),
-}
-"""The recipes that begin with the model of another one, that one, and the word for its folder."""
+DROPOUT_OFF, BASES = GPU.DROPOUT_OFF, GPU.NEEDS
 WHY = {
     "ctc_demo": "torch's CTC loss is computed on the CPU, as its gradient on GPUs depends on chance; Wav2Vec2 masks by index",
     "detection_demo": "transformers matches boxes on the CPU, image by image",
@@ -56,16 +41,15 @@ def recipe(request) -> str:
 
 @pytest.fixture(scope="module")
 def runs(recipe, tmp_path_factory) -> dict[str, Run]:
-    """A run on a CPU, the same on one and on two GPUs, and one that was stopped and resumed."""
-    folder, words = tmp_path_factory.mktemp(recipe), (*FEW, *OWN_WORDS.get(recipe, ()))
+    """A run on a CPU, the same on one and on two GPUs, and one that was killed and resumed."""
+    folder, words = tmp_path_factory.mktemp(recipe), (*FEW, *DROPOUT_OFF.get(recipe, ()))
     if recipe in BASES:
         base, word = BASES[recipe]
         words += (word.format(train_on(1, {"base": FEW}, folder, base)["base"].folder),)
-    again = (*words, f"output_dir={folder}/gpu/again")
-    one = rehearse(1, {"whole": words, "stopped": again, "resumed": again}, folder, recipe, stops={"stopped": (2, 0)})
     return {
         "cpu": train_on(1, {"whole": words}, folder, recipe)["whole"],
-        **{"gpu": one["whole"], "resumed": one["resumed"]},
+        "gpu": rehearse(1, {"whole": words}, folder, recipe)["whole"],
+        "resumed": rehearse_killed(1, words, folder, recipe),
         "two": rehearse(2, {"whole": words}, folder, recipe)["whole"],
     }
 
@@ -89,11 +73,6 @@ def test_the_export_holds_the_weights_of_the_last_step_on_the_cpu(runs):
     assert difference.norm() <= 1e-3 * whole.norm()  # Adam makes steps of what is 0 but for rounding
 
 
-def weights(run: Run) -> dict[str, torch.Tensor]:
-    (path,) = (run.folder / "model_last").glob("*.safetensors")
-    return load_file(path)
-
-
 def test_losses_on_two_are_those_on_one(runs):
     assert runs["two"].logged("train/loss") == pytest.approx(runs["gpu"].logged("train/loss"), rel=1e-5)
     found, expected = (runs[name].result["metrics"]["loss"] for name in ("two", "gpu"))
@@ -105,12 +84,8 @@ def evaluated_to(run: Run) -> float:
     return 0.1 if "detection" in str(run.folder) else 1e-5
 
 
-def test_a_run_that_was_stopped_and_resumed_ends_bit_equal(runs):
-    one, other = runs["gpu"], runs["resumed"]
-    assert other.logged("train/loss") == one.logged("train/loss")
-    assert other.result["metrics"] == one.result["metrics"]
-    found, expected = weights(other), weights(one)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+def test_a_run_that_was_killed_and_resumed_ends_bit_equal(runs):
+    assert_bit_equal(runs["resumed"], runs["gpu"])
 
 
 def test_no_copy_races_and_the_host_waits_once_a_step_and_once_an_evaluated_batch_one_batch_late(recipe, runs):

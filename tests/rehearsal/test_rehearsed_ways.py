@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from pathlib import Path
 
 import pytest
 
-from tests.rehearsal.rehearsals import FEW, NO_DROPOUT, Rehearsal, Waits, rehearse
-from tests.support.runs import DATA, TINY, Group, Run, train_on
+from tests.rehearsal.rehearsals import FEW, NO_DROPOUT, Rehearsal, Waits, assert_bit_equal, rehearse, rehearse_killed
+from tests.support.runs import DATA, TINY, Group, Run, environment, train_on, warm_python
+from tests.support.warm import STAYS_WARM
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 DROPOUT = ("task.model_config.hidden_dropout_prob=0.1", "task.model_config.attention_probs_dropout_prob=0.1")
 PACKED = ("train.micro_batch_size=null", "train.micro_batch_tokens=400", "train.parts=2")
@@ -45,6 +50,15 @@ def test_a_way_computes_what_a_cpu_does_on_one_and_two_and_does_not_wait(way, tm
         cpu = train_on(1, {way: words}, tmp_path, recipe)[way]
         assert gpu.logged("train/loss") == pytest.approx(cpu.logged("train/loss"), rel=1e-6)
     assert_does_not_wait(gpu)
+
+
+@pytest.mark.parametrize("way", ["packed with dropout", "averaged weights", "batch norm", "fp16", "sharded"])
+def test_a_way_that_is_killed_on_two_and_resumed_ends_bit_equal(way, tmp_path):
+    recipe, words = WAYS.get(way, ("yelp_demo", (*PACKED, *DROPOUT)))
+    words = (*FEW, *words, *(("train.mixed_precision=fp16",) if way == "fp16" else ()))
+    sharded = way == "sharded"
+    whole = rehearse(2, {way: words}, tmp_path, recipe, sharded={way} if sharded else ())[way]
+    assert_bit_equal(rehearse_killed(2, words, tmp_path, recipe, sharded), whole)
 
 
 def assert_does_not_wait(run: Run) -> None:
@@ -120,3 +134,20 @@ def test_a_model_trained_on_a_gpu_predicts_there_what_it_predicts_on_a_cpu(tmp_p
     (one, other), (first, second) = answers
     assert one["label"] == first["label"] and other["label"] == second["label"]
     assert one["probability"] == pytest.approx(first["probability"], abs=2e-6)
+
+
+def test_make_gpu_ends_with_a_table_of_kept_promises(tmp_path):
+    """On two GPUs; what it says of speed is that of the CPU, and means nothing."""
+    sizes = ("--layers", "1", "--width", "64", "--vocab-size", "500", "--batch-size", "8", "--rows", "4", "--steps", "2")
+    command = [warm_python(), BENCHMARKS / "gpu.py", "yelp_demo", "--rounds", "1", *sizes, "--output", tmp_path / "result.json"]
+    variables = {"ACCELERATE_USE_CPU": "false", STAYS_WARM: "yes"}
+    done = subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    head, _, *rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert head.startswith("| 2 x NVIDIA H200; python ") and head.endswith(" | bound | found |")
+    found = {
+        what: (bound, said) for what, bound, said in (row.strip("| ").split(" | ") for row in rows if "training" not in row)
+    }
+    assert [said for _, said in found.values()][3:] == ["1 bit-equal", "1 bit-equal"] and len(found) == 5
+    assert all(float(said.split()[0]) <= float(bound) for bound, said in [*found.values()][:3])
+    assert rows[-1].startswith("| training BERT 1 x 64, bf16, eager, stored, packed |") and " x Trainer |" in rows[-1]

@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
+
+from tests.support.runs import environment
 
 BEGIN = """
 import torch
@@ -106,3 +109,20 @@ def test_a_rule_of_gpus_holds(rule):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.returncode == 0
+
+
+def test_a_micro_batch_launches_hardly_more_kernels_than_the_model_of_transformers():
+    """And docs/speed.md says how many."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.rehearsal.launches"],
+        env=environment(PYTHONPATH=os.pathsep.join(sys.path)),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    _, _, *rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    page = (Path(__file__).parents[2] / "docs" / "speed.md").read_text().splitlines()
+    assert len(rows) == 3 and not {*rows} - {*page}, done.stdout
+    for row in rows:
+        theirs, *ours = map(int, row.strip("| ").split(" | ")[1:])
+        assert all(count <= 1.1 * theirs for count in ours), row

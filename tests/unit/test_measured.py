@@ -27,12 +27,12 @@ def scripts(tmp_path):
 
 @pytest.fixture
 def results(tmp_path, measured, scripts):
-    """A folder with a result of the copy of gpu_language_model.py, which imports gpu.py and bert_on_reviews.py."""
+    """A folder with a result of the copy of gpu.py, which imports gpu_speed.py, and that bert_on_reviews.py."""
     folder = tmp_path / "results"
     folder.mkdir()
     result = {
-        "script": "gpu_language_model.py",
-        "script_sha256": measured.fingerprint(scripts / "gpu_language_model.py"),
+        "script": "gpu.py",
+        "script_sha256": measured.fingerprint(scripts / "gpu.py"),
         "smoke": False,
         "date": "2026-11-22T12:00:00+00:00",
         "commit": "0123456789",
@@ -40,7 +40,7 @@ def results(tmp_path, measured, scripts):
         "machine": {"cpu": "Z80", "cores": 2, "memory_gib": 24.0, "gpu": None},
         "measured": {"a speed": "3 | 4 tokens/s"},
     }
-    (folder / "gpu_language_model.json").write_text(json.dumps(result))
+    (folder / "gpu.json").write_text(json.dumps(result))
     return folder
 
 
@@ -50,15 +50,11 @@ def test_page_says_what_the_result_files_say(measured):
     assert page == expected, "The table of docs/benchmarks.md is not that of benchmarks/results: run `make measured`."
 
 
-@pytest.mark.parametrize(
-    "changed", ["gpu_language_model.py", "gpu.py", "bert_on_reviews.py", "throughput.py", "record.py", None]
-)
+@pytest.mark.parametrize("changed", ["gpu.py", "gpu_speed.py", "bert_on_reviews.py", "throughput.py", "record.py", None])
 def test_figure_is_marked_if_its_script_or_what_it_imports_has_changed(measured, results, scripts, changed):
-    assert "| a speed | 3 \\| 4 tokens/s | `gpu_language_model.py` | 2026-11-22, 0123456789 |" in measured.section(
-        results, scripts
-    )
+    assert "| a speed | 3 \\| 4 tokens/s | `gpu.py` | 2026-11-22, 0123456789 |" in measured.section(results, scripts)
     if changed is None:
-        (scripts / "gpu_language_model.py").unlink()
+        (scripts / "gpu.py").unlink()
     else:
         with (scripts / changed).open("a") as file:
             file.write("# changed\n")
@@ -82,9 +78,9 @@ def test_figure_taken_over_from_an_older_readme_is_marked(measured, results, scr
 
 
 def test_result_of_a_smoke_run_and_page_without_a_place_for_the_table_are_refused(measured, results, scripts):
-    path = results / "gpu_language_model.json"
+    path = results / "gpu.json"
     path.write_text(path.read_text().replace('"smoke": false', '"smoke": true'))
-    with pytest.raises(ValueError, match=r"gpu_language_model\.json was written under --smoke"):
+    with pytest.raises(ValueError, match=r"gpu\.json was written under --smoke"):
         measured.section(results, scripts)
     with pytest.raises(ValueError, match="once each"):
         measured.with_section("# hftune\n", "| what |")
