@@ -250,7 +250,14 @@ def export_model(run: Run, name: str, about: Mapping[str, Any] | None = None) ->
     model = run.strategy.sharding.unwrap(recipe.folder)
     more = {"columns": dict(ask(recipe.task, "read_columns", {})), "reference": run.provenance.reference}
     known = None if about is None else {**about, **{name: value for name, value in more.items() if value is not None}}
-    run.strategy.on_main(lambda: export(recipe.task, model, folder, known, recipe.adapter.export))
+
+    def write() -> None:
+        if run.strategy.device.type == "cuda":
+            run.checkpointer.wait()  # the host's copies may be overwritten then
+        with run.strategy.sharding.on_host(model):
+            export(recipe.task, model, folder, known, recipe.adapter.export)
+
+    run.strategy.on_main(write)
 
 
 def tell_evaluations(run: Run, found: Mapping[str, Evaluation]) -> None:

@@ -74,6 +74,7 @@ def trying(model: nn.Module, device: torch.device | None = None, training: bool 
     is_moved = device.type != home.type
     try:
         if is_moved:
+            on_host = [(value, value.data) for value in model.parameters() if type(value) is nn.Parameter]
             model.to(device)
         generators = [device] if device.type == "cuda" else []
         with (
@@ -88,6 +89,8 @@ def trying(model: nn.Module, device: torch.device | None = None, training: bool 
         for module, mode in modes.items():
             module.training = mode
         if is_moved:
+            for value, data in on_host:  # nothing has changed them: no copy back, for each of which the host would wait
+                value.data = data
             model.to(home)
             torch.accelerator.empty_cache()  # what the trial took on the device
 

@@ -150,6 +150,35 @@ class Sharding:
         """
         return self.model
 
+    @contextmanager
+    def on_host(self, model: nn.Module) -> Iterator[None]:
+        """Let the model that ``unwrap`` returned have its weights on the host while it is saved. Local.
+
+        From a GPU they are copied at once, where saving would wait for one after the other. They take the place of the copies
+        for checkpoints, of which none may be being written.
+        """
+        if self.is_spread or self.group.device.type != "cuda" or not self.group.is_main:
+            yield
+            return
+        is_kept = "model" in self._host
+        copies = self.streamed({"model": self.tensors()["model"]})["model"]
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        live, copied = dict[str, Any](named), dict[int, Any]()  # tied ones stay tied
+        for name, copy in copies.items():
+            is_parameter = isinstance(live[name], nn.Parameter)
+            copied[id(live[name])] = nn.Parameter(copy, live[name].requires_grad) if is_parameter else copy
+        # Not value.data = copy: that would part parameters from the nodes of the graph that DDP's hooks are on.
+        places = [(*name.rpartition(".")[::2], value) for name, value in named if id(value) in copied]
+        try:
+            for parent, name, value in places:
+                setattr(model.get_submodule(parent), name, copied[id(value)])
+            yield
+        finally:
+            for parent, name, value in places:
+                setattr(model.get_submodule(parent), name, value)
+            if not is_kept:
+                self.forget("model")
+
     def begin_training(self, keeps_average: bool) -> None:
         """Get ready for optimizer steps, after ``prepare``; with a moving average of the weights, if asked for. Local.
 

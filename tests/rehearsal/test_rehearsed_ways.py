@@ -25,6 +25,7 @@ WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "packed": ("yelp_demo", (*PACKED,)),
     "packed with dropout": ("yelp_demo", (*PACKED, *DROPOUT)),
     "averaged weights": ("yelp_demo", ("train.ema_decay=0.9",)),
+    "exported in between": ("yelp_demo", (*PACKED, "eval.every=2", "train.lr=1e-2")),
     "checkpointed": ("yelp_demo", (*PACKED, *DROPOUT, "train.gradient_checkpointing=true")),
     "deterministic": ("yelp_demo", ("train.deterministic=true",)),
     "clipped, with sgd": ("yelp_demo", ("train.optimizer=sgd", "train.clip_norm=0.1")),
