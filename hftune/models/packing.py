@@ -182,7 +182,9 @@ def packed_attention(
             raise NotPackable("its attention is not causal, and texts share their beginnings")
         query, key, value = (x_1HNd.index_select(2, packing.shared[0]) for x_1HNd in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if (repeats := query.shape[1] // key.shape[1]) > 1:
+    has_kernel = query.is_cuda and (query.dtype != torch.float32 or sliding_window is None)
+    is_flash = has_kernel and query.dtype != torch.float32 and packing.context is None  # which takes fewer heads of keys
+    if (repeats := query.shape[1] // key.shape[1]) > 1 and not is_flash:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     if (context := packing.context) is not None:
         if dropout and query.is_cuda:
@@ -191,7 +193,7 @@ def packed_attention(
                 "model's attention dropout to 0, or parallel.context=1."
             )
         query, key, value = context.by_heads([query, key, value])
-    if query.is_cuda and (query.dtype != torch.float32 or sliding_window is None):
+    if has_kernel:
         q, k, v = (x_1HNd.squeeze(0).transpose(0, 1) for x_1HNd in (query, key, value))
         output = varlen_attention(q, k, v, packing, packing, causal, dropout, scale, sliding_window)[None]
     else:
@@ -214,8 +216,8 @@ def varlen_attention(
 ) -> Tensor:
     """Call torch's attention for texts of unequal length on GPUs. If causal, the last query sees the last key (since 2.1).
 
-    That is flash attention, which torch.nn.attention.varlen (2.13) calls without dropout; or the memory-efficient one, which
-    computes float32 and knows no window.
+    That is flash attention; or the memory-efficient one, which computes float32, and knows neither windows nor fewer heads of
+    keys. Not torch.nn.attention.varlen: it has no dropout and no float32 (2.13).
     """
     texts = (queries.starts, keys.starts, queries.longest, keys.longest)
     if q_NHd.dtype != torch.float32:

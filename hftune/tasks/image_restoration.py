@@ -15,6 +15,7 @@ from hftune.config.keys import key
 from hftune.data.columns import Role
 from hftune.metrics.records import REGIONS, directions
 from hftune.tasks.images import ImageTask, check_same_network, network_problems, read_config, save_config, to_bytes
+from hftune.tasks.late_rows import late_rows_each
 
 if TYPE_CHECKING:
     import numpy as np
@@ -164,12 +165,15 @@ class ImageRestoration(ImageTask):
 
     def predictions(self, outputs: Tensor, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
         """Return rows of pixels, l1, mse and ssim, each for the whole image, inside the mask and outside the mask."""
-        from hftune.metrics.restoration import measure
+        import torch
 
-        return [
-            measure(output_3HW.clamp(0, 1), target_3HW, mask_1HW[0])
+        from hftune.metrics.restoration import numbers_of, row_of
+
+        numbers = [
+            numbers_of(output_3HW.clamp(0, 1), target_3HW, mask_1HW[0])
             for _, mask_1HW, output_3HW, target_3HW in self._one_by_one(outputs, batch)
         ]
+        return late_rows_each(row_of, torch.stack(numbers))
 
     def sample_images(self, outputs: Tensor, model: nn.Module, batch: Batch, indices: Sequence[int]) -> list[np.ndarray]:
         """Return images with the damaged image, its mask, the restored image and the target side by side."""

@@ -576,7 +576,10 @@ class TokenTask(TextTask):
 
     def item_logits(self, outputs: Any, target: Tensor) -> Tensor:
         """Return the logits of the labels; of words only those that the tokenizer has, as models may be padded with others."""
-        logits_IC = outputs.logits[target != NO_LABEL]
+        places_I = (
+            (target != NO_LABEL).flatten().nonzero().flatten()
+        )  # a mask as an index makes a GPU wait once more, both ways
+        logits_IC = outputs.logits.flatten(0, 1).index_select(0, places_I)
         return logits_IC if self.labels is not None else logits_IC[:, : len(self.text_tokenizer)]
 
     def num_items(self, target: Tensor) -> int:

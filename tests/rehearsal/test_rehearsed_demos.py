@@ -25,8 +25,7 @@ DROPOUT_OFF, BASES = GPU.DROPOUT_OFF, GPU.NEEDS
 WHY = {
     "ctc_demo": "torch's CTC loss is computed on the CPU, as its gradient on GPUs depends on chance; Wav2Vec2 masks by index",
     "detection_demo": "transformers matches boxes on the CPU, image by image",
-    "distillation_demo": "the logits of labels, of teacher and student, are picked by a mask",
-    "restoration_demo": "each image is measured by regions",
+    "distillation_demo": "how many labels there are decides the shape of their logits, of teacher and student",
     "vision_chats_demo": "transformers counts and places the tokens of images",
 }
 """Recipes that wait more often than promised, and why."""

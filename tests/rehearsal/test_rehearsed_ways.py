@@ -67,12 +67,19 @@ def assert_does_not_wait(run: Run) -> None:
     assert waits.in_steps == [] == waits.races and waits.number("report") == waits.counts["step"]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_is_close_to_float32_and_waits_as_seldom(precision, tmp_path):
-    words = (*FEW, *PACKED)
+@pytest.mark.parametrize(
+    ("precision", "recipe", "more"),
+    [
+        ("bf16", "yelp_demo", ()),
+        ("fp16", "yelp_demo", ()),
+        ("bf16", "chats_demo", ("task.model_config.num_key_value_heads=2",)),  # which flash attention takes as they are
+    ],
+)
+def test_half_precision_is_close_to_float32_and_waits_as_seldom(precision, recipe, more, tmp_path):
+    words = (*FEW, *PACKED, *more)
     jobs = {"float32": words, precision: (*words, f"train.mixed_precision={precision}")}
-    runs = rehearse(1, jobs, tmp_path, "yelp_demo")
-    two = rehearse(2, {precision: jobs[precision]}, tmp_path, "yelp_demo")[precision]
+    runs = rehearse(1, jobs, tmp_path, recipe)
+    two = rehearse(2, {precision: jobs[precision]}, tmp_path, recipe)[precision]
     for run in (runs[precision], two):
         assert run.logged("train/loss") == pytest.approx(runs["float32"].logged("train/loss"), rel=0.02)
         assert_does_not_wait(run)
