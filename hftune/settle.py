@@ -226,7 +226,8 @@ def settle_head(
     lengths = recipe.task.lengths(dataset)
     longest = max((int(found.max()) for rows in others if (found := recipe.task.lengths(rows)) is not None), default=1)
     longest = longest if lengths is None else max(longest, int(lengths.max()))
-    if rows * longest * scored_head.Head.of(model).num_words <= scored_head.AT_ONCE:
+    num_words = scored_head.Head.of(model).num_words
+    if rows * longest <= scored_head.rows_at_once(num_words, strategy.device.type == "cuda"):
         return []
     known = [0] if lengths is None else by_length(lengths).tolist()
     strategy.progress.stage("trying the loss in chunks")

@@ -75,9 +75,9 @@ class TrainConfig(Section):
     equal work. auto: for tasks with lengths and transformers models whose layers compute the same without padding, which is
     tried before training. off: samples are padded to the longest of their micro-batch."""
     head_loss: Literal["auto", "whole"] = key("auto", changes="compute")
-    """How tasks that predict tokens compute their loss. auto: if a micro-batch has more than 2^24 logits (tokens x words), in
-    chunks together with the loss, and only those of tokens with a target: the same loss in less memory. Pipelines keep all
-    logits. whole: all logits at once."""
+    """How tasks that predict tokens compute their loss. auto: logits in chunks together with the loss, and only those of tokens
+    with a target, if a micro-batch has more tokens than a chunk, which has 2^24 logits (tokens x words) and at most (CPU) or at
+    least (GPU) 512 tokens: the same loss in less memory. Pipelines keep all logits. whole: all logits at once."""
     parts: int | None = key(None, ge=1, changes="compute")
     """Micro-batches per step are a multiple of this, so that every process gets the same number of them if the number of
     processes divides it. null: where training computes no padding 4, 2 or 1, so that a part has 1,024 tokens or more; otherwise

@@ -31,12 +31,18 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 AT_ONCE = 2**24
-"""Logits of a chunk: 64 MiB in float32. Micro-batches that have no more of them are computed as a whole."""
-MIN_ROWS_ON_GPU = 512
-"""Rows of a chunk on a GPU, or more: with fewer, reading and writing the gradient of the head's weights, once a chunk, takes
-longer than the arithmetic."""
+"""Logits of a chunk: 64 MiB in float32."""
+ROWS = 512
+"""Rows of a chunk. On a CPU no more, so that its logits stay in the cache; on a GPU no fewer: reading and writing the gradient
+of the head's weights, once a chunk, would take longer than the arithmetic."""
 NO_TARGET = -100
 """As cross_entropy's ``ignore_index``."""
+
+
+def rows_at_once(num_words: int, is_cuda: bool, at_once: int | None = None) -> int:
+    """Return the rows of a chunk. Micro-batches of no more tokens are computed as a whole."""
+    most = (AT_ONCE if at_once is None else at_once) // num_words
+    return max(1, max(most, ROWS) if is_cuda else min(most, ROWS))
 
 
 @dataclass
@@ -98,8 +104,9 @@ class Head:
 def install(model: nn.Module, at_once: int | None = None, each: bool = False) -> Callable[[], None]:
     """Let a model that has a ``Head`` take ``targets`` beside its inputs; return a function that undoes it.
 
-    Given them, it returns a ``ScoredOutput`` instead of logits, unless the micro-batch has at most ``at_once`` logits (None:
-    ``AT_ONCE``): then it returns what it always does, the same bits. ``each``: of each target, with its gradient, no sum.
+    Given them, it returns a ``ScoredOutput`` instead of logits, unless the micro-batch is no larger than a chunk: then it
+    returns what it always does, the same bits. ``at_once``: as ``rows_at_once`` takes it. ``each``: of each target, with its
+    gradient, no sum.
     """
     original = model.forward.__func__
 
@@ -107,14 +114,15 @@ def install(model: nn.Module, at_once: int | None = None, each: bool = False) ->
     def forward(self: Any, *args: Any, targets: Tensor | None = None, **inputs: Any) -> Any:
         if targets is None:
             return original(self, *args, **inputs)
-        head, most = Head.of(self), AT_ONCE if at_once is None else at_once
-        if targets.numel() * head.num_words <= most:
+        head = Head.of(self)
+        size = rows_at_once(head.num_words, targets.is_cuda, at_once)
+        if targets.numel() <= size:
             return original(self, *args, **inputs)
         losses_BT: Tensor | None = None
 
         def score(hidden_BTC: Tensor) -> Tensor:
             nonlocal losses_BT
-            loss_sum, losses_BT = _score(head, hidden_BTC, targets, most, each)
+            loss_sum, losses_BT = _score(head, hidden_BTC, targets, size, each)
             found = loss_sum.view(1, 1, 1) if losses_BT is None or not each else losses_BT.unsqueeze(-1)
             return found.clone()  # logits, for what the model does behind its head; FSDP wants no view
 
@@ -153,7 +161,7 @@ def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[],
     return undo
 
 
-def _score(head: Head, hidden_BTC: Tensor, targets_BT: Tensor, at_once: int, each: bool) -> tuple[Tensor, Tensor | None]:
+def _score(head: Head, hidden_BTC: Tensor, targets_BT: Tensor, size: int, each: bool) -> tuple[Tensor, Tensor | None]:
     """Return the sum of the losses; and, without gradient or if ``each``, each of them."""
     if hidden_BTC.shape[:2] != targets_BT.shape:
         raise ValueError(
@@ -164,7 +172,6 @@ def _score(head: Head, hidden_BTC: Tensor, targets_BT: Tensor, at_once: int, eac
     is_plan = isinstance(targets, FakeTensor)
     places_R = torch.arange(len(targets), device=targets.device) if is_plan else (targets != NO_TARGET).nonzero().flatten()
     hidden_RC, targets_R = hidden_BTC.flatten(0, 1).index_select(0, places_R), targets[places_R]
-    size = max(1, at_once // head.num_words, MIN_ROWS_ON_GPU if hidden_RC.is_cuda else 1)
     if torch.is_grad_enabled() and not each:
         trained = [parameter for parameter in head.module.parameters() if parameter.requires_grad]
         return _ChunkedLoss.apply(hidden_RC, targets_R, head, size, *trained), None
