@@ -337,3 +337,19 @@ def test_a_plan_counts_the_chunks(monkeypatch):
     words = len(Recipe.load("wikitext2_demo").task.text_tokenizer)
     assert plans[0].memory.samples == 20 and whole - chunks > 4 * 20 * 35 * words  # at least a tensor of all logits
     assert plans[0].unused_parameters == plans[1].unused_parameters == []
+
+
+def test_chunks_stay_in_the_cache_of_a_cpu_and_keep_a_gpu_busy():
+    rows = {words: [scored_head.rows_at_once(words, is_cuda) for is_cuda in (False, True)] for words in (2048, 150_000, 2**25)}
+    assert rows == {2048: [512, 8192], 150_000: [111, 512], 2**25: [1, 512]}
+
+
+def test_only_tokens_with_a_label_meet_the_head_of_a_micro_batch_of_more_than_a_chunk(monkeypatch):
+    model = decoder("llama")
+    install(model)
+    seen, losses = [], Head.losses
+    monkeypatch.setattr(Head, "losses", lambda self, hidden, *rest: seen.append(len(hidden)) or losses(self, hidden, *rest))
+    ids = torch.arange(1200).remainder(WORDS)[None]
+    for length, expected in ((512, []), (1200, [512, 88])):
+        model(input_ids=ids[:, :length], targets=torch.where(ids % 2 == 0, ids, -100)[:, :length])
+        assert seen == expected
