@@ -22,7 +22,7 @@ from hftune.distributed.process_info import ProcessInfo
 from hftune.distributed.progress import Progress
 from hftune.errors import ConfigError, DataError, format_value
 from hftune.metrics.named import load_metrics
-from hftune.models.adapter_files import is_quantized
+from hftune.models.adapter_files import check_widths, is_quantized
 from hftune.models.adapters import add_adapter, check_installed, new_modules
 from hftune.models.balancing import LoadBalancing
 from hftune.models.dropout import replace_dropout
@@ -287,6 +287,8 @@ def build_model(recipe: Recipe, notices: list[str] | None = None, leaves_weights
                 f"adapter.quantize={kind}: the {type(model).__name__} of {type(recipe.task).__name__} is not quantised. That "
                 "works for linear layers of models that task.model names. Leave it out."
             )
+        if kind is not None and on_cpu():
+            check_widths(model)
         embeddings = token_embeddings(model) if getattr(recipe.task, "new_tokens", None) else []
         add_adapter(model, recipe.adapter, new_modules(model))
         if embeddings and (frozen := [module for module in token_embeddings(model) if module in embeddings]):

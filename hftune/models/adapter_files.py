@@ -113,6 +113,21 @@ def is_quantized(model: nn.Module) -> bool:
     return any(map(is_packed, model.parameters()))
 
 
+def check_widths(model: nn.Module) -> None:
+    """Refuse layers of 4 bits that bitsandbytes (0.50) cannot compute on CPUs: it fails in the first evaluation there.
+
+    Raises:
+        ConfigError: naming the first one.
+    """
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if weight is not None and is_packed(weight) and (module.in_features % 64 or module.out_features % 32):
+            raise ConfigError(
+                f"adapter.quantize: {name} has {module.in_features} inputs and {module.out_features} outputs, but on CPUs 4 "
+                "bits need multiples of 64 and 32. Leave it out, or train on a GPU."
+            )
+
+
 def base_dtype(model: nn.Module) -> torch.dtype:
     """Return the type of the frozen weights of a model with adapters, those in 4 bits aside."""
     return next((value.dtype for value in base_tensors(model).values() if value.dtype.is_floating_point), torch.float32)

@@ -14,7 +14,7 @@ from hftune.checkpoints.export import base_of, export
 from hftune.commands.merge import check_output
 from hftune.config import AdapterConfig
 from hftune.distributed.preflight import check_launcher
-from hftune.models.adapter_files import answers, is_quantized, merge, plain_model
+from hftune.models.adapter_files import answers, check_widths, is_quantized, merge, plain_model
 from hftune.models.adapters import add_adapter, check_installed, new_modules
 from hftune.models.kinds import drawn_parameters
 from hftune.models.packing import install
@@ -212,6 +212,18 @@ def test_weights_of_4_bits_train_save_load_and_merge_into_the_unquantised(tmp_pa
     with loading(quantization_config=None):
         exact = loaded("AutoModelForCausalLM", tmp_path / "model")
     assert not is_quantized(exact) and 0 < (answers(exact) - answers(model)).abs().max() < 0.1
+
+
+def test_layers_whose_4_bits_a_cpu_cannot_compute_are_refused(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    for width in (64, 48):
+        fields = {**LLAMA, "hidden_size": 64, "intermediate_size": width}
+        fresh("AutoModelForCausalLM", fields).save_pretrained(tmp_path / str(width))
+    with loading(**quantization("nf4", torch.float32)):
+        even, odd = (adapted("AutoModelForCausalLM", tmp_path / name, quantize="nf4") for name in ("64", "48"))
+    check_widths(even)
+    with pytest.raises(ConfigError, match=r"^adapter\.quantize: .*mlp\.gate_proj.* has 64 inputs and 48 outputs"):
+        check_widths(odd)
 
 
 REVIEWS = ("adapter.type=lora", "adapter.quantize=nf4")
