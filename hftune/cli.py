@@ -51,6 +51,7 @@ COMMANDS = {
         "train a recipe with several values of some keys, and compare. A comma separates values, train.lr=1e-5,3e-5, unless it "
         "is inside brackets, braces or quotes; the same command again goes on where it was stopped"
     ),
+    "eject": "write a run's training as one plain Python file of torch and transformers, with its samples and first weights",
     "merge": "add a run's adapters to the weights of their base model, and write the plain model",
     "push": "publish a run's best model on the Hugging Face Hub, with its model card, recipe and result",
     "report": "write the page that shows a run, or compares several: curves, predictions, confusion matrix, images",
