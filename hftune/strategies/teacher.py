@@ -185,7 +185,7 @@ def _foreign(task: Any, taught: Any, model: nn.Module, folder: Path) -> str | No
             "do not read the same. Choose two models of one family."
         )
     config, kind = getattr(model, "config", None), getattr(task, "kind", None)
-    if len(getattr(task, "text_columns_read", ())) > 1 and hasattr(task, "has_types"):
+    if kind is not None and len(getattr(task, "text_columns_read", ())) > 1:  # not a source and its target
         own_types, their_types = task.has_types(task.named_config), taught.has_types(config)
         if own_types != their_types:
             one, other = ("teacher", "student") if their_types else ("student", "teacher")

@@ -157,6 +157,13 @@ def test_a_teacher_that_is_told_pairs_apart_by_token_types_is_refused_if_the_stu
     )
 
 
+def test_titles_can_have_a_teacher_although_they_are_read_from_two_columns(tmp_path):
+    recipe = Recipe.load("bigbird_demo", "task.max_train_samples=8", "task.max_eval_samples=2")
+    recipe.task.datasets()
+    recipe.task.save(recipe.task.build_model(), tmp_path / "model")
+    assert teach(recipe, tmp_path / "model").commits == {}
+
+
 def test_a_run_that_is_not_there_is_refused_with_the_command_that_trains_it(recipe):
     assert refused(recipe, "outputs/chats_demo") == (
         ": there is no such folder. Name a run's output folder, or one of save_pretrained. Recipe chats_demo trains one: "
