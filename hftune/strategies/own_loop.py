@@ -15,7 +15,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from hftune.batch_plan import BatchPlan, MicroBatch, balance
-from hftune.errors import ConfigError
+from hftune.errors import ConfigError, TrainingError
 from hftune.strategies.base import dummy_micro_batch
 from hftune.strategies.loading import Loader
 from hftune.strategies.seeds import seed_forward
@@ -74,6 +74,7 @@ def batches(
 
     Raises:
         ConfigError: the accelerator shards or accumulates by itself, or the plan is of a different number of samples.
+        TrainingError: a step has no items.
     """
     kind, rank, count = accelerator.distributed_type, accelerator.process_index, accelerator.num_processes
     if kind not in SUPPORTED or accelerator.gradient_accumulation_steps != 1:
@@ -98,5 +99,7 @@ def batches(
         own = [(micro_batch, next(loaded)) for micro_batch in mine]
         items = torch.tensor(float(sum(num_items(batch) for _, batch in own)) * counts, device=accelerator.device)
         # DDP averages the gradients of the processes: times their number it is the sum.
-        weight = counts * count / accelerator.reduce(items, reduction="sum").item()
+        if not (total := accelerator.reduce(items, reduction="sum").item()):
+            raise TrainingError(f"num_items is 0 for all samples of step {step}, so that its loss has no mean.")
+        weight = counts * count / total
         yield GlobalBatch(step, weight, plan.seed, accelerator, own)

@@ -576,9 +576,7 @@ class TokenTask(TextTask):
 
     def item_logits(self, outputs: Any, target: Tensor) -> Tensor:
         """Return the logits of the labels; of words only those that the tokenizer has, as models may be padded with others."""
-        places_I = (
-            (target != NO_LABEL).flatten().nonzero().flatten()
-        )  # a mask as an index makes a GPU wait once more, both ways
+        places_I = (target != NO_LABEL).flatten().nonzero().flatten()  # a mask as an index: a GPU waits once more, both ways
         logits_IC = outputs.logits.flatten(0, 1).index_select(0, places_I)
         return logits_IC if self.labels is not None else logits_IC[:, : len(self.text_tokenizer)]
 

@@ -73,3 +73,9 @@ def test_accelerators_that_accumulate_or_shard_are_refused(what):
 def test_a_plan_of_other_data_is_refused():
     with pytest.raises(hftune.ConfigError, match=r"The plan is for 10 samples, and the data set has 9\."):
         next(given(range(1), dataset=DATA[:9]))
+
+
+def test_a_step_without_items_has_no_mean():
+    nothing = hftune.batches(PLAN, DATA, torch.stack, Accelerator(cpu=True), lambda ids: 0, range(1))
+    with pytest.raises(hftune.TrainingError, match="num_items is 0 for all samples of step 0"):
+        next(nothing)
