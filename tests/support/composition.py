@@ -528,10 +528,14 @@ def try_one(job: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Try everything, and print the page."""
-    os.environ.update(
-        {"HF_DATASETS_CACHE": tempfile.mkdtemp(), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TESTS_UNIT": "yes"}
-    )
     with tempfile.TemporaryDirectory() as folder:
+        (cache := Path(folder, "cache")).mkdir()
+        os.environ |= {
+            "HF_DATASETS_CACHE": str(cache),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "TESTS_UNIT": "1",
+        }
         tried = Tried(Path(folder))
         tried.try_all([*cells_of_features(), *cells_of_tasks()])
         print(page(tried.verdict), end="")
