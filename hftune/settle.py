@@ -168,6 +168,8 @@ def check_spreadable(task: Any, model: nn.Module, context: int, reason: str | No
         reason = f"it cannot leave out padding: {reason}"
     elif hasattr(type(model), "find_packing"):
         reason = "its attention knows more than one kind of tokens"
+    elif model.config.is_encoder_decoder:
+        reason = "an encoder-decoder has two kinds of them"
     elif not (heads := getattr(model.config.get_text_config(), "num_attention_heads", 0)) or heads % context:
         reason = f"its {heads or 'unknown number of'} attention heads cannot be shared out equally"
     if reason is not None:

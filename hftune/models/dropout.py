@@ -110,6 +110,7 @@ def attention_with_dropout(
     scale: float,
     hidden: Tensor | None = None,
     heads: tuple[int, int] | None = None,
+    bias_1Htt: Tensor | None = None,
 ) -> Tensor:
     """Return the attention (R, H, t, d) of texts of equal length, with dropout of the attention weights. CPUs only.
 
@@ -117,11 +118,12 @@ def attention_with_dropout(
     differentiated twice.
 
     Args:
-        p: probability with which an attention weight is dropped, in (0, 1).
+        p: probability with which an attention weight is dropped, in [0, 1).
         scale: of the scores; usually 1 / sqrt(d).
         hidden: bool, (t, t) or of four dimensions that broadcast to (R, H, t, t); true where a token (row) must not see another
             one (column).
         heads: which one the first of these heads is, and of how many; the masks are a part of those of all heads.
+        bias_1Htt: is added to the scores, and may need a gradient, for which torch's fused kernel has no place.
     """
     _, given, length, _ = query_RHtd.shape
     heads = heads or (0, given)
@@ -130,7 +132,7 @@ def attention_with_dropout(
     is_own = hidden is not None and hidden.ndim == 4
     hiddens = hidden.split(count) if is_own else [hidden] * len(parts[0])
     outputs = [
-        _AttentionWithDropout.apply(*(part.flatten(0, 1) for part in some), p, scale, own, given, heads)
+        _AttentionWithDropout.apply(*(part.flatten(0, 1) for part in some), p, scale, own, given, heads, bias_1Htt)
         for *some, own in zip(*parts, hiddens, strict=True)
     ]
     outputs = [output.unflatten(0, (-1, given)) for output in outputs]
@@ -145,7 +147,8 @@ class _AttentionWithDropout(torch.autograd.Function):
     """softmax(scale * q k^T) with dropout, times v, for B pairs of text and head: (B, t, d).
 
     Keeps the softmax and the mask, a byte a score. The gradient of the scores is P * (M c dP - sum(g * out)): P the softmax, M
-    the mask, c its scale, g the gradient of the output, dP = g v^T. The sum over a row of P * M c dP is that of g * out.
+    the mask, c its scale, g the gradient of the output, dP = g v^T. The sum over a row of P * M c dP is that of g * out. A bias
+    gets the sum of that over the texts.
     """
 
     @staticmethod
@@ -159,16 +162,22 @@ class _AttentionWithDropout(torch.autograd.Function):
         hidden: Tensor | None,
         given: int,
         heads: tuple[int, int],
+        bias: Tensor | None,
     ) -> Tensor:
         with torch.autocast("cpu", enabled=False):  # what arrives has its precision already
-            scores = torch.bmm(query * scale, key.transpose(1, 2))
+            scores = torch.bmm(query if scale == 1 else query * scale, key.transpose(1, 2))
+            if bias is not None:
+                scores.unflatten(0, (-1, given)).add_(bias)
             if hidden is not None:
                 scores.unflatten(0, (-1, given)).masked_fill_(hidden, -torch.inf)
-            weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
-            mask = draw_mask(weights.unflatten(0, (-1, given)), p, heads).flatten(0, 1)
-            output = torch.bmm(masked(weights, mask, scale_of(p)), value)
+            kept = weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
+            mask = None
+            if p:
+                mask = draw_mask(weights.unflatten(0, (-1, given)), p, heads).flatten(0, 1)
+                kept = masked(weights, mask, scale_of(p))
+            output = torch.bmm(kept, value)
         ctx.save_for_backward(query, key, value, weights, mask, output)
-        ctx.scale, ctx.up = scale, scale_of(p)
+        ctx.scale, ctx.up, ctx.given, ctx.bias = scale, scale_of(p), given, None if bias is None else bias.dtype
         return output
 
     @staticmethod
@@ -177,10 +186,18 @@ class _AttentionWithDropout(torch.autograd.Function):
         query, key, value, weights, mask, output = ctx.saved_tensors
         with torch.autocast("cpu", enabled=False):
             grad = grad.contiguous()
-            kept = masked(weights, mask, ctx.up)
-            value_grad = torch.bmm(kept.transpose(1, 2), grad)
             row_sums = (grad * output).sum(-1, keepdim=True)
-            scores_grad = kept.mul_(torch.bmm(grad, value.transpose(1, 2))).sub_(weights * row_sums)
+            scores_grad = torch.bmm(grad, value.transpose(1, 2))
+            if mask is None:
+                value_grad = torch.bmm(weights.transpose(1, 2), grad)
+                scores_grad.sub_(row_sums).mul_(weights)
+            else:
+                kept = masked(weights, mask, ctx.up)
+                value_grad = torch.bmm(kept.transpose(1, 2), grad)
+                scores_grad = kept.mul_(scores_grad).sub_(weights * row_sums)
             query_grad = torch.bmm(scores_grad, key).mul_(ctx.scale)
             key_grad = torch.bmm(scores_grad.transpose(1, 2), query).mul_(ctx.scale)
-        return query_grad, key_grad, value_grad, *[None] * 5
+            bias_grad = None
+            if ctx.needs_input_grad[-1]:
+                bias_grad = scores_grad.unflatten(0, (-1, ctx.given)).sum(0, keepdim=True, dtype=ctx.bias)
+        return query_grad, key_grad, value_grad, *[None] * 5, bias_grad

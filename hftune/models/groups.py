@@ -8,6 +8,7 @@ row of zeros as long as all texts. So tokens are moved into groups at once, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,20 +39,10 @@ class Groups:
     """Which of the P are padding."""
 
     @classmethod
-    @lru_cache(maxsize=4)  # all layers ask for the same
-    def of(cls, lengths: tuple[int, ...], spare: int) -> Groups:
-        """Group texts by length, so that padding adds at most ``spare`` attention scores to each head of a group."""
+    def at(cls, lengths: tuple[int, ...], groups: Sequence[Sequence[int]]) -> Groups:
+        """Find the tokens of groups of texts, which have all tokens."""
         counts = np.array(lengths)
-        groups, real_scores = list[list[int]](), 0
-        for text in np.argsort(counts, kind="stable")[np.count_nonzero(counts == 0) :].tolist():
-            scores = lengths[text] ** 2
-            if groups and len(groups[-1]) * scores - real_scores <= spare:
-                groups[-1].append(text)
-                real_scores += scores
-            else:
-                groups.append([text])
-                real_scores = scores
-        shapes = [(len(group), lengths[group[-1]]) for group in groups]
+        shapes = [(len(group), int(counts[group].max())) for group in groups]
         starts = counts.cumsum() - counts
         inner = [np.arange(T)[None] for _, T in shapes]
         at_P = np.concatenate(
@@ -80,6 +71,32 @@ class Groups:
         """Return the tokens (N, H, d) of all groups."""
         x_PHd = torch.cat([*groups])
         return x_PHd if self.at_P is None else _Moved.apply(x_PHd, self.back_N, self.at_P, self.padding)
+
+
+@lru_cache(maxsize=8)  # all layers ask for the same
+def group_texts(queries: tuple[int, ...], keys: tuple[int, ...], spare: int) -> tuple[Groups, Groups]:
+    """Group texts by their lengths, so that padding adds at most ``spare`` attention scores to each head of a group.
+
+    Args:
+        queries: tokens of each text; one that has none is in no group.
+        keys: tokens that they see, such as those of its source.
+
+    Returns:
+        Where the queries are, and where the keys are.
+    """
+    groups, real, widest = list[list[int]](), 0, (0, 0)
+    for text in np.lexsort((queries, keys)).tolist():
+        own = queries[text], keys[text]
+        if not own[0]:
+            continue
+        wider = max(widest[0], own[0]), max(widest[1], own[1])
+        if not groups or (len(groups[-1]) + 1) * math.prod(wider) - real - math.prod(own) > spare:
+            groups.append([])
+            real, wider = 0, own
+        groups[-1].append(text)
+        real, widest = real + math.prod(own), wider
+    found = Groups.at(queries, groups)
+    return found, found if keys == queries else Groups.at(keys, groups)
 
 
 class _Moved(torch.autograd.Function):

@@ -4,14 +4,15 @@ Embeddings, poolers, heads and losses see the padded batch (B, T) as ever. A hoo
 a hook after the last one puts it back; in between there is one row (1, N, C) of all texts, one after the other. Attention gets
 the lengths of the texts, as the keyword argument ``packing`` that transformers hands on to it, and keeps them apart.
 
-Where attention is causal, tokens that several texts begin with can be computed once, see ``Packing.sharing``.
+An encoder-decoder has a row of all sources in its encoder and one of all targets in its decoder, whose cross attention reads
+the former. Where attention is causal, tokens that several texts begin with can be computed once, see ``Packing.sharing``.
 
 Not every model allows this: some drop the argument, or look at the rows in another way. So ``hftune.strategies.trial``
 compares both ways before training.
 """
 
 # Shapes: B texts, T tokens of the longest, N real tokens of all, C width of the layers, H heads, d width of a head, R texts of
-# equal length t, M tokens of all texts, each with the whole of its beginning.
+# equal length t, S tokens of the longest source, M tokens of all texts, each with the whole of its beginning.
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from inspect import signature
 from itertools import accumulate
 from typing import Any
 
@@ -33,11 +35,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hftune.errors import ConfigError
 from hftune.models.dropout import attention_with_dropout
-from hftune.models.groups import SPARE, Groups
+from hftune.models.groups import SPARE, group_texts
 from hftune.models.kinds import ATTENTION
+from hftune.models.scored_head import NO_TARGET
 
 MASK = "attention_mask"
 """Input of a model that says which tokens are real. Without it all are."""
+ENCODED, BIAS = "encoder_hidden_states", "position_bias"
+"""What layers are given that has no tokens of their own stack: the encoder's output, and a table of distances."""
 
 
 class NotPackable(Exception):
@@ -87,12 +92,19 @@ class Packing(RealTokens):
     shared: tuple[Tensor, Tensor] | None = None
     """If texts share beginnings: which of the N tokens that are computed each of the M is; and which of the M are computed,
     (N,). ``lengths`` and ``starts`` are of the M."""
+    source: Packing | None = None
+    """Of what the encoder reads, in the same order, if the packing itself is of what a decoder reads. None: both read texts of
+    equal lengths."""
 
     @classmethod
-    def of(cls, mask_BT: Tensor) -> Packing:
-        """Read a mask, not 0 for real tokens. Texts are in the order of their lengths: those of equal length lie together."""
+    def of(cls, mask_BT: Tensor, order_B: Tensor | None = None) -> Packing:
+        """Read a mask, not 0 for real tokens. Texts are in the order of their lengths: those of equal length lie together.
+
+        Args:
+            order_B: another order, that of the texts in a packing which this one belongs to.
+        """
         lengths_B = mask_BT.count_nonzero(1)
-        order_B = lengths_B.argsort(stable=True)
+        order_B = lengths_B.argsort(stable=True) if order_B is None else order_B
         rows_N, columns_N = mask_BT[order_B].nonzero(as_tuple=True)
         indices_N = order_B[rows_N] * mask_BT.shape[1] + columns_N
         return cls.at((mask_BT.shape[0], mask_BT.shape[1]), indices_N, lengths_B[order_B].tolist())
@@ -125,15 +137,16 @@ class Packing(RealTokens):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Packing:
         """Return it on a device."""
-        return self._moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Packing:
         """Return it in memory that a GPU can copy from while the host goes on; torch's DataLoader calls it."""
-        return self._moved(Tensor.pin_memory)
+        return self.moved(Tensor.pin_memory)
 
-    def _moved(self, move: Callable[[Tensor], Tensor]) -> Packing:
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Packing:
         shared = None if self.shared is None else tuple(map(move, self.shared))
-        return replace(self, indices_N=move(self.indices_N), starts=move(self.starts), shared=shared)
+        source = None if self.source is None else self.source.moved(move)
+        return replace(self, indices_N=move(self.indices_N), starts=move(self.starts), shared=shared, source=source)
 
     def pack_all(self, value: Any) -> Any:
         """Take the padding out of a tensor that has rows and tokens, or of those in a tuple; leave other values alone."""
@@ -154,11 +167,13 @@ def packed_attention(
     is_causal: bool | None = None,
     packing: Packing | None = None,
     sliding_window: int | None = None,
+    position_bias: Tensor | None = None,
     prefix: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention as transformers' attention functions do: (1, H, N, d) to (1, N, H, d); texts do not see each other.
 
+    A decoder's attention to its own tokens is causal; that to the source is not, and has as many keys as ``packing.source``.
     Without ``packing``, as in evaluations and in generation, it is transformers' ``sdpa``. A prefix LM packs by itself, with
     or without it, and hands on its ``prefix`` instead (``hftune.models.prefix_attention``).
     """
@@ -168,21 +183,23 @@ def packed_attention(
         return prefix.attend(query, key, value, dropout, query.shape[-1] ** -0.5 if scaling is None else scaling), None
     if packing is None:
         rest = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "sliding_window": sliding_window}
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **rest, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, position_bias=position_bias, **rest, **kwargs)
     for calls in _watching:
         calls.append(module)
     if torch.is_autocast_enabled(query.device.type):  # rotary positions make float32 of queries and keys, but not of values
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if odd := [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]:
+    if odd := [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]:
         raise NotPackable(f"its attention uses {odd[0]}")
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    keys = packing if causal or packing.source is None else packing.source
+    bias_1HTT = None if position_bias is None or position_bias.ndim == 1 else position_bias
     if packing.shared is not None:
         if not causal:
             raise NotPackable("its attention is not causal, and texts share their beginnings")
         query, key, value = (x_1HNd.index_select(2, packing.shared[0]) for x_1HNd in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    has_kernel = query.is_cuda and (query.dtype != torch.float32 or sliding_window is None)
+    has_kernel = query.is_cuda and bias_1HTT is None and (query.dtype != torch.float32 or sliding_window is None)
     is_flash = has_kernel and query.dtype != torch.float32 and packing.context is None  # which takes fewer heads of keys
     if (repeats := query.shape[1] // key.shape[1]) > 1 and not is_flash:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
@@ -195,9 +212,11 @@ def packed_attention(
         query, key, value = context.by_heads([query, key, value])
     if has_kernel:
         q, k, v = (x_1HNd.squeeze(0).transpose(0, 1) for x_1HNd in (query, key, value))
-        output = varlen_attention(q, k, v, packing, packing, causal, dropout, scale, sliding_window)[None]
+        output = varlen_attention(q, k, v, packing, keys, causal, dropout, scale, sliding_window)[None]
+    elif query.is_cuda and bias_1HTT is not None:
+        output = _padded(query, key, value, packing, dropout, causal, scale, bias_1HTT)
     else:
-        output = _by_groups(query, key, value, packing, dropout, causal, scale, sliding_window)
+        output = _by_groups(query, key, value, packing, keys, dropout, causal, scale, sliding_window, bias_1HTT)
     if packing.shared is not None:
         output = output.index_select(1, packing.shared[1])
     return output if context is None else context.by_tokens(output), None
@@ -231,28 +250,47 @@ def varlen_attention(
     return efficient(*tensors, None, *texts, dropout, mask_type, needs_gradient, scale=scale)[0].squeeze(0)
 
 
+def _padded(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, dropout: float, causal: bool, scale: float, bias_1HTT: Tensor
+) -> Tensor:
+    """Pad for attention alone: torch's kernels for texts of unequal length take no bias."""
+    q_BHTd, k_BHTd, v_BHTd = (packing.unpack(x_1HNd.transpose(1, 2)).transpose(1, 2) for x_1HNd in (query, key, value))
+    if causal:
+        seen = torch.ones(packing.shape[1], packing.shape[1], dtype=torch.bool, device=query.device).tril()
+    else:
+        seen = packing.unpack(torch.ones_like(packing.indices_N, dtype=torch.bool)[None])[:, None, None]
+    mask = bias_1HTT.to(query.dtype).masked_fill(~seen, -torch.inf)
+    output = scaled_dot_product_attention(q_BHTd, k_BHTd, v_BHTd, mask, dropout, scale=scale)
+    return packing.pack(output.transpose(1, 2))
+
+
 def _by_groups(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     packing: Packing,
+    keys: Packing,
     dropout: float,
     causal: bool,
     scale: float,
     window: int | None,
+    bias_1HTT: Tensor | None,
 ) -> Tensor:
-    """Compute one group of texts after the other, with torch's fused kernel, or with dropout of our own on CPUs."""
+    """Compute one group of texts after the other, with torch's fused kernel, or with our own on CPUs."""
     heads = (0, query.shape[1]) if packing.context is None else packing.context.heads(query.shape[1])
-    groups = Groups.of(packing.lengths, SPARE // heads[1] if dropout else 0)
+    has_spare = dropout or bias_1HTT is not None or keys is not packing
+    groups, of_keys = group_texts(packing.lengths, keys.lengths, SPARE // heads[1] if has_spare else 0)
     outputs = []
-    q_all, k_all, v_all = (groups.pad(x_1HNd.squeeze(0).transpose(0, 1)) for x_1HNd in (query, key, value))
-    for (count, length), real_R11T, *qkv in zip(groups.shapes, groups.real, q_all, k_all, v_all, strict=True):
-        q_RHTd, k_RHTd, v_RHTd = (x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv)
+    q_all = groups.pad(query.squeeze(0).transpose(0, 1))
+    k_all, v_all = (of_keys.pad(x_1HNd.squeeze(0).transpose(0, 1)) for x_1HNd in (key, value))
+    for (count, length), real_R11S, *qkv in zip(groups.shapes, of_keys.real, q_all, k_all, v_all, strict=True):
+        q_RHTd, k_RHSd, v_RHSd = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in qkv)
         seen = _seen(length, causal, window, query.device)
-        if real_R11T is not None and not causal:
-            real_R11T = torch.as_tensor(real_R11T, device=query.device)
-            seen = real_R11T if seen is None else seen & real_R11T | torch.eye(length, dtype=torch.bool, device=query.device)
-        output = attention(q_RHTd, k_RHTd, v_RHTd, seen, causal and seen is None, dropout, scale, heads)
+        if real_R11S is not None and not causal:
+            real_R11S = torch.as_tensor(real_R11S, device=query.device)
+            seen = real_R11S if seen is None else seen & real_R11S | torch.eye(length, dtype=torch.bool, device=query.device)
+        bias = None if bias_1HTT is None else bias_1HTT[..., :length, :length]
+        output = attention(q_RHTd, k_RHSd, v_RHSd, seen, causal and seen is None, dropout, scale, heads, bias)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return groups.unpad(outputs)[None]
 
@@ -266,18 +304,22 @@ def attention(
     dropout: float,
     scale: float,
     heads: tuple[int, int] | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Compute attention (R, H, t, d) of texts of equal length, which see ``seen``, or earlier tokens if ``causal``.
 
     Args:
         seen: as ``attention_with_dropout`` takes ``hidden``, but true where a token is seen.
         heads: as ``attention_with_dropout`` takes it.
+        bias: likewise; on CPUs only.
     """
-    if not dropout or q.device.type != "cpu":
+    if bias is None and (not dropout or q.device.type != "cpu"):
         return scaled_dot_product_attention(q, k, v, seen, dropout, is_causal=causal, scale=scale)
     if causal:
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
-    return attention_with_dropout(q, k, v, dropout, scale, None if seen is None else ~seen, heads)
+        if bias is not None:  # far smaller than the scores
+            bias, seen = bias.masked_fill(~seen, -torch.inf), None
+    return attention_with_dropout(q, k, v, dropout, scale, None if seen is None else ~seen, heads, bias)
 
 
 def _seen(length: int, causal: bool, window: int | None, device: torch.device) -> Tensor | None:
@@ -369,17 +411,35 @@ def find_packing(inputs: Mapping[str, Tensor]) -> Packing:
     return Packing.of(mask_BT.flatten(0, -2))  # models for multiple choice are given the choices of each sample, (B, 1, T)
 
 
+def find_decoded(inputs: Mapping[str, Tensor], labels_BT: Tensor, source: Packing) -> Packing:
+    """Return where the real tokens of a decoder's inputs are: those up to the last one with a label, unless a mask says more.
+
+    What comes after it changes no loss, as decoders are causal.
+
+    Args:
+        source: of the encoder's inputs.
+    """
+    mask_BT = inputs.get("decoder_attention_mask")
+    if mask_BT is None:
+        mask_BT = (labels_BT != NO_TARGET).flip(1).cummax(1).values.flip(1)
+        mask_BT[:, 0] = True  # attention needs a token of each
+    order_B = torch.unique_consecutive(source.indices_N // source.shape[1])
+    if len(order_B) < len(mask_BT):
+        raise NotPackable("a source has no tokens")
+    return replace(Packing.of(mask_BT, order_B), source=source)
+
+
 def reader_of(model: nn.Module) -> nn.Module:
     """Return the part of a model whose layers read its tokens: all of it; or, beside a vision tower, its language model."""
     parts = getattr(getattr(model, "config", None), "sub_configs", {})
     return model.get_decoder() if {"text_config", "vision_config"} <= parts.keys() else model
 
 
-def stack_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model that read its tokens, in order.
+def stacks_of(model: nn.Module) -> list[list[nn.Module]]:
+    """Return the layers of a model that read its tokens, in order: one stack, or those of encoder and decoder.
 
     Raises:
-        NotPackable: it has none, or several stacks of them; or they mix tokens by more than attention, which comparing numbers
+        NotPackable: it has none, or other stacks of them; or they mix tokens by more than attention, which comparing numbers
             may not show: a new Falcon-H1 carries next to nothing from one text to another.
     """
     stacks = [
@@ -387,20 +447,22 @@ def stack_of(model: nn.Module) -> list[nn.Module]:
         for module in reader_of(model).modules()
         if isinstance(module, nn.ModuleList) and any(isinstance(layer, GradientCheckpointingLayer) for layer in module)
     ]
-    if len(stacks) != 1:
+    has_both = len(stacks) == 2 and getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if len(stacks) != 1 and not has_both:
         raise NotPackable(f"it has {len(stacks)} stacks of layers" if stacks else "it has no stack of transformers' layers")
-    if any(isinstance(part, nn.Conv1d) and part.kernel_size != (1,) for layer in stacks[0] for part in layer.modules()):
+    parts = [part for layers in stacks for layer in layers for part in layer.modules()]
+    if any(isinstance(part, nn.Conv1d) and part.kernel_size != (1,) for part in parts):
         raise NotPackable("its layers have convolutions, which would reach from text to text")
-    return [layer for layer in stacks[0] if isinstance(layer, GradientCheckpointingLayer)]
+    return [[layer for layer in layers if isinstance(layer, GradientCheckpointingLayer)] for layers in stacks]
 
 
 def install(model: nn.Module) -> Callable[[], None]:
     """Let a transformers model, or a stage of one, take ``packing`` beside its inputs; return a function that undoes it.
 
     Raises:
-        NotPackable: as ``stack_of``; or its attention is not called by transformers' attention interface.
+        NotPackable: as ``stacks_of``; or its attention is not called by transformers' attention interface.
     """
-    layers, names = stack_of(model), dict[PreTrainedModel, str]()
+    stacks, names, biased = stacks_of(model), dict[PreTrainedModel, str](), list[nn.Module]()
     for module in reader_of(model).modules():
         if isinstance(module, PreTrainedModel):
             names[module] = module.config._attn_implementation
@@ -408,12 +470,22 @@ def install(model: nn.Module) -> Callable[[], None]:
                 raise NotPackable(f"its attention is {names[module]}, not sdpa")
             if not module._can_set_attn_implementation():
                 raise NotPackable("its attention does not go through transformers' attention interface")
+        if hasattr(module, "compute_bias"):
+            if BIAS not in signature(module.forward).parameters:
+                raise NotPackable("each of its layers computes a position bias of its own")
+            biased.append(module)
     for module in names:
         module.set_attn_implementation(ATTENTION)
-    handles: list[RemovableHandle] = [
-        layer.register_forward_pre_hook(partial(_take_out, layer is layers[0]), with_kwargs=True) for layer in layers
-    ]
-    handles.append(layers[-1].register_forward_hook(_leave, with_kwargs=True))
+    handles: list[RemovableHandle] = [module.register_forward_pre_hook(_give_bias, with_kwargs=True) for module in biased]
+    for layers in stacks:
+        is_encoder = layers is not stacks[-1]
+        for layer in layers:
+            whole = {at for at, name in enumerate(signature(type(layer).forward).parameters, -1) if name in (ENCODED, BIAS)}
+            take_out = partial(_take_out, layer is layers[0], is_encoder, whole)
+            handles.append(layer.register_forward_pre_hook(take_out, with_kwargs=True))
+        handles.append(layers[-1].register_forward_hook(partial(_leave, is_encoder), with_kwargs=True))
+    if len(stacks) == 2:
+        handles.append(model.get_decoder().register_forward_pre_hook(_pack_encoded, with_kwargs=True))
 
     def undo() -> None:
         for handle in handles:
@@ -424,25 +496,59 @@ def install(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def _take_out(is_first: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Take the padding out of what a layer is given, such as positions; only the first one's hidden states have some."""
+def _packing_for(is_encoder: bool, kwargs: Mapping[str, Any]) -> Packing | None:
+    """Return the packing of a stack of layers that is given these arguments."""
     packing = kwargs.get("packing")
+    return packing.source if is_encoder and packing is not None and packing.source is not None else packing
+
+
+def _take_out(
+    is_first: bool, is_encoder: bool, whole: set[int], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Take the padding out of what a layer is given, such as positions; only the first one's hidden states have some.
+
+    Args:
+        is_encoder: the layer is of the first of two stacks.
+        whole: the places of arguments that stay as they are.
+    """
+    packing = _packing_for(is_encoder, kwargs)
     if packing is None:
         return None
-    packed = {name: packing.pack_all(value) for name, value in kwargs.items()}
-    if is_first:
-        return packing.pack_all(args), packed
-    if not args and "hidden_states" in kwargs:
+    packed = {name: value if name in (ENCODED, BIAS) else packing.pack_all(value) for name, value in kwargs.items()}
+    packed["packing"] = packing
+    if not is_first and not args and "hidden_states" in kwargs:
         packed["hidden_states"] = kwargs["hidden_states"]
-    return (*args[:1], *packing.pack_all(args[1:])), packed
+    kept = whole if is_first else {0, *whole}
+    return tuple(value if at in kept else packing.pack_all(value) for at, value in enumerate(args)), packed
 
 
-def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def _leave(is_encoder: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Put the padding back after the last layer."""
-    packing = kwargs.get("packing")
+    packing = _packing_for(is_encoder, kwargs)
     if packing is None:
         return None
     hidden = packing.unpack(output[0] if isinstance(output, tuple) else output)
     if packing.context is not None and packing.context.gathers:
         hidden = packing.context.whole(hidden)
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+
+def _pack_encoded(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Take the padding out of the encoder's output, for all layers of a decoder."""
+    packing = kwargs.get("packing")
+    if packing is None:
+        return None
+    return args, {**kwargs, ENCODED: (packing.source or packing).pack(kwargs[ENCODED])}
+
+
+def _give_bias(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Give attention its bias by distance, (1, H, T, T), for the longest text rather than for a row of all of them.
+
+    Attention to a source has none, which a single zero stands for, so that none is made of zeros.
+    """
+    packing = kwargs.get("packing")
+    if packing is None or kwargs.get(BIAS) is not None:
+        return None
+    if module.has_relative_attention_bias:
+        return args, {**kwargs, BIAS: module.compute_bias(packing.shape[1], packing.shape[1])}
+    return args, {**kwargs, BIAS: args[0].new_zeros(1)}

@@ -101,12 +101,12 @@ def tolerance_of(device: torch.device, dtype: torch.dtype | None = None) -> floa
     return EXACT if dtype is None and not rounds_float32 else ROUGH
 
 
-def alike(one: Any, other: Any, tolerance: float, mask_BT: Tensor | None = None, floor: float = 1.0) -> bool:
+def alike(one: Any, other: Any, tolerance: float, masks: Sequence[Tensor] = (), floor: float = 1.0) -> bool:
     """Return whether two outputs of a model, of any structure, hold the same tensors but for rounding.
 
     Args:
         tolerance: largest difference, relative to the largest value of ``one``, or to ``floor`` if that is larger.
-        mask_BT: not 0 for real tokens. Of tensors with a value for each token, only those of real ones are compared.
+        masks: (B, T) each, not 0 for real tokens. Of tensors with a value for each token, only those of real ones are compared.
     """
     pairs = []
     for each in (one, other):
@@ -118,8 +118,9 @@ def alike(one: Any, other: Any, tolerance: float, mask_BT: Tensor | None = None,
     for first, second in zip(*pairs, strict=True):
         if first.shape != second.shape:
             return False
-        if mask_BT is not None and first.shape[:2] == mask_BT.shape:
-            first, second = (value[mask_BT.bool().to(value.device)] for value in (first, second))
+        if fitting := [mask_BT.bool() for mask_BT in masks if first.shape[:2] == mask_BT.shape]:
+            is_real = torch.stack(fitting).all(0).to(first.device)
+            first, second = first[is_real], second[is_real]
         if first.numel():
             largest = max(floor, float(first.float().abs().max()))
             if not bool((first.float() - second.float()).abs().max() <= tolerance * largest):

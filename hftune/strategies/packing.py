@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 PACKING = "packing"
 """Key of a batch's ``Packing``, and the keyword argument that models take it by."""
+DECODED = "decoder_input_ids"
+"""The tokens that a decoder reads, among a model's inputs."""
 
 
 def collate_packed(
@@ -25,7 +27,11 @@ def collate_packed(
 ) -> dict[str, Any]:
     """Return the task's batch, and where its real tokens are, as ``find`` reads it from the model's inputs."""
     batch = task.collate(examples)
-    packing = find(task.inputs(batch))
+    packing = find(inputs := task.inputs(batch))
+    if DECODED in inputs:
+        from hftune.models.packing import find_decoded
+
+        packing = find_decoded(inputs, head_targets(task.target(batch)), packing)
     if shares and (shared := task.shared_beginnings(batch)) is not None:
         packing = packing.sharing(*shared)
     return {**batch, PACKING: packing}
@@ -113,10 +119,10 @@ def compute(model: nn.Module, *args: Any, **inputs: Any) -> Any:
 
 def install_packing(model: nn.Module) -> list[nn.Module]:
     """Let a model, or a stage of one, take ``packing``; it has passed ``trial.packing_problem``. Return its layers."""
-    from hftune.models.packing import install, stack_of
+    from hftune.models.packing import install, stacks_of
 
     install(model)
-    return stack_of(model)
+    return [layer for layers in stacks_of(model) for layer in layers]
 
 
 def seems_packable(model: nn.Module) -> bool:

@@ -50,7 +50,7 @@ def packing_problem(
     Returns:
         Why training must compute padding, a part of a sentence; None if it need not.
     """
-    from hftune.models.packing import MASK, NotPackable, attention_calls, install, stack_of  # imports transformers
+    from hftune.models.packing import MASK, NotPackable, Packing, attention_calls, install, stacks_of  # imports transformers
 
     try:
         undo = install(model)
@@ -67,14 +67,16 @@ def packing_problem(
             for dtype in (half,) if has_half else (None, half) if half else (None,):
                 with autocast(device, dtype), attention_calls() as calls:
                     padded, packed = model(**inputs), compute(model, **inputs, packing=packing)
-                if len(calls) != (count := len(stack_of(model))):
-                    return f"{len(calls)} of its {count} layers can"
+                stacks = stacks_of(model)  # a decoder's layers attend twice, to targets and to sources
+                if len(calls) != (count := len(stacks[0]) + sum(2 * len(layers) for layers in stacks[1:])):
+                    return f"{len(calls)} of its {count} attention layers can"
                 tolerance = tolerance_of(device, dtype)
                 losses = task.loss(padded, target), task.loss(packed, target)
-                mask = inputs.get(MASK)
-                if getattr(packing, "shared", None) is not None:
-                    mask = packing.unpack(torch.ones(1, len(packing.indices_N), device=device))
-                if not alike(losses[0], losses[1], tolerance) or not alike(padded, packed, tolerance, mask):
+                masks = [inputs[MASK]] if MASK in inputs else []
+                if isinstance(packing, Packing):
+                    each = [packing, *filter(None, [packing.source])]
+                    masks = [some.unpack(torch.ones(1, len(some.indices_N), device=device)) for some in each]
+                if not alike(losses[0], losses[1], tolerance) or not alike(padded, packed, tolerance, masks):
                     return "it computes something else then"
     except (ConfigError, DataError):  # of the task's: training would meet it, too
         raise

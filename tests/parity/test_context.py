@@ -125,11 +125,15 @@ def test_what_does_not_go_together_is_refused_before_anything_is_loaded(words, s
 
 @pytest.mark.parametrize(
     ("reason", "heads", "said"),
-    [("it has 2 stacks of layers", 4, "padding: it has 2 stacks"), (None, 6, "its 6 attention heads cannot be shared out")],
+    [
+        ("it has 3 stacks of layers", 4, "padding: it has 3 stacks"),
+        (None, 6, "its 6 attention heads cannot be shared out"),
+        (None, "two stacks", "an encoder-decoder has two kinds of them"),
+    ],
 )
 def test_models_that_cannot_be_spread_are_refused(reason, heads, said):
     config = SimpleNamespace(num_attention_heads=heads)
-    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config, is_encoder_decoder=heads == "two stacks"))
     with pytest.raises(ConfigError, match=said):
         check_spreadable(None, model, 4, reason)
 

@@ -60,25 +60,26 @@ def test_plain_dropout_is_replaced_in_place_and_its_subclasses_are_not():
     assert model[1] is layer and layer.p == 0.25 and list(model.state_dict()) == names
 
 
+@pytest.mark.parametrize("p", [0.0, 0.25])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("at_once", [1, 2**18])
-def test_attention_with_dropout_is_the_formula_gradients_included(causal, at_once, monkeypatch):
+def test_attention_with_dropout_is_the_formula_gradients_included(causal, at_once, p, monkeypatch):
     monkeypatch.setattr("hftune.models.dropout.AT_ONCE", at_once)
     torch.manual_seed(0)
     q, k, v = (torch.randn(3, 4, 9, 8, dtype=torch.double, requires_grad=True) for _ in range(3))
+    bias = torch.randn(1, 4, 9, 9, dtype=torch.double, requires_grad=True)
     hidden = torch.ones(9, 9, dtype=torch.bool).triu(1) if causal else None
     torch.manual_seed(7)
-    found = attention_with_dropout(q, k, v, 0.25, 0.3, hidden)
+    found = attention_with_dropout(q, k, v, p, 0.3, hidden, None, bias)
     torch.manual_seed(7)
-    masks = (
-        [draw_mask(torch.empty(4, 9, 9), 0.25) for _ in range(3)] if at_once == 1 else [draw_mask(torch.empty(12, 9, 9), 0.25)]
-    )
-    scores = q @ k.transpose(-1, -2) * 0.3
+    masks = [draw_mask(torch.empty(4, 9, 9), p) for _ in range(3)] if at_once == 1 else [draw_mask(torch.empty(12, 9, 9), p)]
+    scores = q @ k.transpose(-1, -2) * 0.3 + bias
     weights = (scores if hidden is None else scores.masked_fill(hidden, -torch.inf)).softmax(-1)
-    expected = (weights * torch.cat(masks).view(3, 4, 9, 9) * scale_of(0.25)) @ v
+    expected = (weights * torch.cat(masks).view(3, 4, 9, 9) * scale_of(p)) @ v
     assert torch.allclose(found, expected, rtol=0, atol=1e-12)
     upstream = torch.randn_like(found)
-    for mine, theirs in zip(*(torch.autograd.grad((y * upstream).sum(), (q, k, v)) for y in (found, expected)), strict=True):
+    gradients = (torch.autograd.grad((y * upstream).sum(), (q, k, v, bias)) for y in (found, expected))
+    for mine, theirs in zip(*gradients, strict=True):
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-12)
 
 

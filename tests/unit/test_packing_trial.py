@@ -84,7 +84,7 @@ def spoiled(model, how):
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"), [("drops", "1 of its 2 layers can"), ("differs", "it computes something else then")]
+    ("how", "reason"), [("drops", "1 of its 2 attention layers can"), ("differs", "it computes something else then")]
 )
 def test_attention_of_ones_own_is_padded_with_a_reason(parts, how, reason):
     recipe, built = parts
@@ -151,6 +151,33 @@ def bert(**fields):
     torch.manual_seed(0)
     sizes = {"vocab_size": 5000, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     return BertForSequenceClassification(BertConfig(**sizes, num_labels=5, **fields))
+
+
+T5_AND_BART = (
+    "{model_type: t5, d_model: 32, d_kv: 8, d_ff: 48, num_layers: 2, num_heads: 4}",
+    "{model_type: bart, d_model: 32, encoder_layers: 2, decoder_layers: 2, encoder_attention_heads: 4, "
+    "decoder_attention_heads: 4, encoder_ffn_dim: 48, decoder_ffn_dim: 48, init_std: 0.3}",
+)
+
+
+@pytest.mark.parametrize("config", T5_AND_BART)
+def test_encoder_decoders_are_packed_unless_they_compute_something_else(config):
+    recipe = Recipe.load("seq2seq_demo", "replace=[task.model_config]", f"task.model_config={config}", *SMALL[:2])
+    built = build(recipe, Progress())
+    task, data, samples = recipe.task, built.datasets["train"], trial_samples(built.plan.lengths)
+    given = (built.model.train(), task, data, samples, torch.device("cpu"))
+    assert packing_problem(*given) is None
+    batch = collate_for(built.model, task)([data[sample] for sample in samples])
+    sources, targets = batch["attention_mask"].sum(1), (batch["labels"] != -100).sum(1)
+    order = sources.argsort(stable=True)
+    assert batch["packing"].source.lengths == tuple(sources[order].tolist())
+    assert batch["packing"].lengths == tuple(targets[order].tolist())
+    encoder, name = built.model.get_encoder(), "block" if "t5" in config else "layers"
+    last = getattr(encoder, name)[-1]
+    last.forward = lambda hidden, *args, _forward=last.forward, **kwargs: _forward(
+        hidden.flip(1) if hidden.shape[0] == 1 else hidden, *args, **kwargs
+    )
+    assert packing_problem(*given) == "it computes something else then"
 
 
 def test_outputs_of_other_shapes_are_something_else(parts):
