@@ -130,6 +130,11 @@ class Packing(RealTokens):
         which_M = ((~is_shared_M).cumsum(0) - 1)[at_M]
         return replace(self, indices_N=self.indices_N[computed_N], shared=(which_M, computed_N))
 
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no padding, and the texts are in the batch's order, unlike those that follow their sources."""
+        return super().is_full and self.source is None
+
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest text."""

@@ -47,9 +47,10 @@ ENCODER_DECODERS |= dict.fromkeys(("bart", "mbart", "marian", "pegasus", "m2m_10
 PAIRS = {
     "as many heads as tokens": (LENGTHS, [4, 2, 1, 3, 4]),
     "as many source tokens as in the longest target": ([2, 3, 1], [6, 1, 4]),
+    "targets without padding": ([5, 2, 6], [4, 4, 4]),
     "one": ([5], [7]),
 }
-"""Tokens of sources and targets, where shapes that mean different things are equal."""
+"""Tokens of sources and targets, where shapes that mean different things are equal, and where one side has no padding."""
 
 
 def build(family, fields):
