@@ -265,7 +265,7 @@ def _padded(
     else:
         seen = packing.unpack(torch.ones_like(packing.indices_N, dtype=torch.bool)[None])[:, None, None]
     mask = bias_1HTT.to(query.dtype).masked_fill(~seen, -torch.inf)
-    output = scaled_dot_product_attention(q_BHTd, k_BHTd, v_BHTd, mask, dropout, scale=scale)
+    output = scaled_dot_product_attention(q_BHTd, k_BHTd, v_BHTd, mask, dropout_p=dropout, scale=scale)
     return packing.pack(output.transpose(1, 2))
 
 
