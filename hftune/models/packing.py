@@ -452,7 +452,8 @@ def stacks_of(model: nn.Module) -> list[list[nn.Module]]:
         for module in reader_of(model).modules()
         if isinstance(module, nn.ModuleList) and any(isinstance(layer, GradientCheckpointingLayer) for layer in module)
     ]
-    has_both = len(stacks) == 2 and getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    reads_tokens = getattr(model, "main_input_name", None) == "input_ids"  # unlike Whisper's encoder
+    has_both = len(stacks) == 2 and reads_tokens and model.config.is_encoder_decoder
     if len(stacks) != 1 and not has_both:
         raise NotPackable(f"it has {len(stacks)} stacks of layers" if stacks else "it has no stack of transformers' layers")
     parts = [part for layers in stacks for layer in layers for part in layer.modules()]
