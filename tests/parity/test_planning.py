@@ -231,7 +231,7 @@ def test_experts_are_planned_with_the_bytes_of_a_real_step(kind):
     sizes = "hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, intermediate_size: 32, head_dim: 16"
     words = (f"task.model_config={{model_type: {kind}, {sizes}, num_local_experts: 4}}", "train.parts=1", "train.packing=off")
     words = (*words, "task.max_train_samples=40", "task.max_eval_samples=4", "train.batch_size=40", "train.micro_batch_size=40")
-    recipe = Recipe.load("chats_demo", *words, "train.micro_batch_tokens=null")
+    recipe = Recipe.load("chats_demo", *words, "train.micro_batch_tokens=null", "train.head_loss=whole")
     memory, task = make_plan(recipe).memory, recipe.task
     dataset, model = task.datasets()["train"], task.build_model().train()
     optimizer = torch.optim.AdamW(model.parameters())

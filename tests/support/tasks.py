@@ -527,7 +527,7 @@ class StoppedWhileEvaluated(NextToken):
 
     def predictions(self, outputs: Any, model: nn.Module, batch: dict[str, Tensor]) -> list[dict[str, Any]]:
         marker = Path(sys.argv[-1].removeprefix("output_dir=")) / "stopped"
-        if not marker.exists():
+        if not marker.exists() and torch.distributed.is_initialized():  # and not before training, when outputs are tried
             marker.touch()
             os.kill(os.getpid(), signal.SIGTERM)
         return super().predictions(outputs, model, batch)
