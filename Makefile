@@ -49,7 +49,8 @@ bench: $(VENV)/.installed
 gpu-rehearsal: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/rehearsal --durations=0 --durations-min=1 $(WORDS)
 
-# On a machine with an NVIDIA GPU, ten minutes: losses against the CPU's, SIGKILL, two GPUs, speed beside Trainer; a table.
+# With an NVIDIA GPU: losses against the CPU's, SIGKILL, two GPUs, speed beside Trainer; a table. Meant to take ten minutes,
+# which nobody has timed yet.
 gpu: $(VENV)/.installed
 	$(BIN)/python benchmarks/gpu.py $(WORDS)
 

@@ -1,4 +1,4 @@
-"""Try hftune on the NVIDIA GPUs of this machine, in ten minutes: losses, SIGKILL and resumption, and speed beside Trainer.
+"""Try hftune on the NVIDIA GPUs of this machine: losses, SIGKILL and resumption, and speed beside Trainer.
 
     make gpu        or: python benchmarks/gpu.py [recipe ...] [--parts losses speed] [--loss-steps 12] [--only WORDS]
 

@@ -171,7 +171,7 @@ class Listener:
         """Return the inputs of recordings, each (T,) float32, at ``rate``, normalized each by itself."""
         if self.is_fixed:
             return {self.input: self._extracted(audio, return_tensors="pt")[self.input]}
-        if len(self.shape) == 1:  # still samples: padded here in half the time
+        if len(self.shape) == 1:  # still samples: transformers pads, and masks, one after the other
             values_NT, mask_NT = Ragged.of(self._extracted(audio)[self.input]).padded(self.extractor.padding_value)
             return {self.input: values_NT, "attention_mask": mask_NT}
         found = self._extracted(audio, return_tensors="pt", padding=True, return_attention_mask=True)

@@ -149,6 +149,7 @@ class Packing(RealTokens):
         return self.moved(Tensor.pin_memory)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Packing:
+        """Return it with what ``move`` makes of each of its tensors."""
         shared = None if self.shared is None else tuple(map(move, self.shared))
         source = None if self.source is None else self.source.moved(move)
         return replace(self, indices_N=move(self.indices_N), starts=move(self.starts), shared=shared, source=source)

@@ -98,8 +98,7 @@ def batches(
     for step, mine, counts in planned:
         own = [(micro_batch, next(loaded)) for micro_batch in mine]
         items = torch.tensor(float(sum(num_items(batch) for _, batch in own)) * counts, device=accelerator.device)
-        # DDP averages the gradients of the processes: times their number it is the sum.
         if not (total := accelerator.reduce(items, reduction="sum").item()):
             raise TrainingError(f"num_items is 0 for all samples of step {step}, so that its loss has no mean.")
-        weight = counts * count / total
+        weight = counts * count / total  # DDP averages the gradients of the processes: times their number it is the sum
         yield GlobalBatch(step, weight, plan.seed, accelerator, own)
