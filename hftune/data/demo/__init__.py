@@ -1,6 +1,7 @@
 """Rows for the demo recipes, which need no network: texts from the files of this folder, images and sounds made by code.
 
-Use: ``task.dataset=hftune.data.demo:reviews``, or the name of a different function. "train" and "eval" have no row in common.
+Use: ``task.dataset=hftune.data.demo:reviews``, or the name of a different function. "train" and "eval" have no row in common,
+unless it says so.
 """
 
 from __future__ import annotations
@@ -8,9 +9,7 @@ from __future__ import annotations
 import json
 import lzma
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from hftune.data.demo.drawings import (  # noqa: F401 - for recipes, which name them here
@@ -90,94 +89,19 @@ tickets = partial(_rows, "tickets")
 """Support tickets ("text") with what is wrong ("topics"), the "team" that takes them, and an "urgency" from 0 to 4."""
 replies = partial(_rows, "replies")
 """Pairs of a "ticket" with a single topic and a "reply", with a "label": whether the reply fits or misses the topic."""
+rivals = partial(_rows, "rivals")
+"""The "reply" that fits each "ticket" of ``replies``, and two that miss its topic ("negative", "other_negative"), for
+reranking."""
+quizzes = partial(_rows, "quizzes")
+"""Each "ticket" of ``rivals`` as a "question" with two or three "choices", and the letter of the right "answer"."""
+solutions = partial(_rows, "solutions")
+"""Problems ("prompt") with the steps of a solution ("completions") and whether each is right ("labels").
 
-_ANSWERS = (  # two of each topic of ``replies``
-    *("please choose a new password.", "we have unlocked your account.", "we have corrected the bill."),
-    *("the wrong sum has been taken off.", "we send you a new one.", "please post the broken one back to us."),
-    *("we have asked the carrier where it is.", "the parcel leaves our warehouse again today."),
-    *("we have told the bank to pay you.", "the money is on its way to your bank."),
-)
+A solution counts on from a digit, 0 after 9. A quarter of its steps leave digits out, and the next one goes on from there.
+There are few such solutions, and some are in both splits.
+"""
+facts = partial(_rows, "facts")
+"""Questions with a "context" of four to ten sentences, and "answers" as in SQuAD 2.0: who or what, where or when.
 
-
-def rivals(split: str) -> list[dict[str, Any]]:
-    """Return the "reply" that fits each "ticket", and two that miss its topic ("negative", "other_negative"), for reranking."""
-    rows = []
-    for index, row in enumerate(row for row in replies(split) if row["label"] == "fits"):
-        topic = _ANSWERS.index(row["reply"]) // 2
-        missing = [_ANSWERS[(2 * (topic + 1 + (index + step) % 4) + index % 2) % 10] for step in (0, 1)]
-        rows.append({"ticket": row["ticket"], "reply": row["reply"], "negative": missing[0], "other_negative": missing[1]})
-    return rows
-
-
-def quizzes(split: str) -> list[dict[str, Any]]:
-    """Return each "ticket" of ``rivals`` as a "question" with two or three "choices", and the letter of the right "answer"."""
-    rng, rows = Random(split), []
-    for row in rivals(split):
-        choices = [row["reply"], row["negative"], row["other_negative"]][: rng.choice((2, 3))]
-        rng.shuffle(choices)
-        rows.append({"question": row["ticket"], "choices": choices, "answer": "ABC"[choices.index(row["reply"])]})
-    return rows
-
-
-def solutions(split: str) -> list[dict[str, Any]]:
-    """Return problems ("prompt") with the steps of a solution ("completions") and whether each is right ("labels").
-
-    A solution counts on from a digit, 0 after 9. A quarter of its steps leave digits out, and the next one goes on from there.
-    """
-    rng, rows = Random(split), []
-    for _ in range({"train": 1600, "eval": 200}.get(split, 0)):
-        begin, labels = rng.randrange(10), [rng.random() < 0.75 for _ in range(rng.randint(3, 6))]
-        counted = accumulate((1 if is_right else rng.randint(2, 5) for is_right in labels), initial=begin)
-        steps = [f"then {digit % 10}" for digit in [*counted][1:]]
-        rows.append({"prompt": f"count on from {begin}:\n", "completions": steps, "labels": labels})
-    if not rows:
-        raise no_such_split(split)
-    return rows
-
-
-_TOLD = {  # what is told, how, and how it is asked for
-    "anna ben carla david emma felix greta hugo ida jonas karin leo mia noah olga paul": (
-        ("{} was the first to come.", "it was {} who had the idea.", "everybody waited for {}."),
-        ("who was it?", "who is the story about?"),
-    ),
-    "the boat|the clock|the lamp|the chair|the piano|the tent|the wheel|the ladder|the kettle|the mirror|the saddle|the drum": (
-        ("after a while {} broke.", "they had found {} at last.", "nobody wanted to buy {}."),
-        ("what was it about?", "what did they talk about?"),
-    ),
-    "paris rome oslo cairo lima tokyo delhi quito dublin vienna athens berlin": (
-        ("the journey ended in {}.", "they all met in {}.", "they had rooms in {}."),
-        ("where did it happen?", "where were they?"),
-    ),
-    "monday tuesday wednesday thursday friday saturday sunday": (
-        ("it was late on {}.", "the rain began on {}.", "on {} they were ready."),
-        ("when did it happen?", "when was it?"),
-    ),
-}
-_ELSE = (
-    *("the weather was fine.", "there was music and cake.", "the street was full of snow.", "some people looked out."),
-    *("it was told for years.", "the house had a red door.", "somebody had lost a key.", "most of them were tired."),
-)
-
-
-def facts(split: str) -> list[dict[str, Any]]:
-    """Return questions with a "context" of four to ten sentences, and "answers" as in SQuAD 2.0: who or what, where or when.
-
-    A fifth of the questions are about something that the context does not tell, and have no answer.
-    """
-    rng, rows = Random(split), []
-    for _ in range({"train": 2000, "eval": 300}.get(split, 0)):
-        asked, sentences = rng.randrange(4), rng.sample(_ELSE, rng.randint(1, 6))
-        answers: dict[str, list] = {"text": [], "answer_start": []}
-        told = [rng.choice(words.split("|" if "|" in words else " ")) for words in _TOLD]
-        hidden = asked if rng.random() < 0.2 else None
-        wordings = [rng.choice(wordings) for wordings, _ in _TOLD.values()]
-        sentences += [text.format(word) for kind, (text, word) in enumerate(zip(wordings, told, strict=True)) if kind != hidden]
-        rng.shuffle(sentences)
-        context = " ".join(sentences)
-        if hidden is None:
-            start = context.index(wordings[asked].format(told[asked])) + wordings[asked].index("{")
-            answers = {"text": [told[asked]], "answer_start": [start]}
-        rows.append({"question": rng.choice([*_TOLD.values()][asked][1]), "context": context, "answers": answers})
-    if not rows:
-        raise no_such_split(split)
-    return rows
+A fifth of the questions are about something that the context does not tell, and have no answer.
+"""
