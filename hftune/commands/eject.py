@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from hftune.config import Recipe
 
 TASKS = ("SequenceClassification", "LanguageModeling", "Chats")
-OPTIMIZERS, SCHEDULES = ("adamw", "sgd"), ("linear", "cosine", "constant")
+OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
+FACTORS = {
+    "constant": "1.0",
+    "linear": "1 - (step - NUM_WARMUP) / max(1, NUM_STEPS - NUM_WARMUP)",
+    "cosine": "0.5 * (1 + math.cos(math.pi * (step - NUM_WARMUP) / max(1, NUM_STEPS - NUM_WARMUP)))",
+}
+"""Of the learning rate after the warmup, by ``train.schedule``."""
+TEMPLATE = Path(__file__).with_name("eject.py.jinja")
 WRITTEN = {
     *("epochs", "max_steps", "batch_size", "micro_batch_size", "micro_batch_tokens", "packing", "head_loss", "parts", "lr"),
     *("optimizer", "betas", "eps", "momentum", "weight_decay", "warmup_ratio", "warmup_steps", "schedule", "min_lr"),
@@ -71,7 +78,7 @@ def check(recipe: Recipe) -> None:
         if described.rule.changes & learns and not is_plain:
             wrong.append(f"train.{name}={format_value(value)}")
     wrong += [f"train.optimizer={train.optimizer}"] * (train.optimizer not in OPTIMIZERS)
-    wrong += [f"train.schedule={train.schedule}"] * (train.schedule not in SCHEDULES)
+    wrong += [f"train.schedule={train.schedule}"] * (train.schedule not in FACTORS)
     wrong += [f"adapter.type={recipe.adapter.type}"] * (recipe.adapter.type is not None)
     wrong += [f"task.{name}={format_value(value)}" for name in SIMPLE if (value := getattr(task, name, None))]
     if wrong:
@@ -92,6 +99,8 @@ def check_parts(recipe: Recipe, parts: Parts) -> None:
 
 def eject(recipe: Recipe, parts: Parts, output: Path) -> None:
     """Write the three into an empty folder."""
+    from jinja2 import Environment
+
     from hftune.optim.schedules import num_warmup_steps
 
     task, train = recipe.task, recipe.train
@@ -113,113 +122,13 @@ def eject(recipe: Recipe, parts: Parts, output: Path) -> None:
         "CLIP_NORM": train.clip_norm,
     }
     options = f"betas={tuple(train.betas)}, eps={train.eps}" if train.optimizer == "adamw" else f"momentum={train.momentum}"
-    text = (
-        LOOP.replace("@RECIPE@", recipe.recipe).replace("@AUTO@", task.auto_class).replace("@FACTOR@", FACTORS[train.schedule])
+    template = Environment(trim_blocks=True, keep_trailing_newline=True, autoescape=False)  # it is no HTML
+    text = template.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        recipe=recipe.recipe,
+        auto_class=task.auto_class,
+        settings=settings,
+        optimizer=OPTIMIZERS[train.optimizer],
+        options=options,
+        factor=FACTORS[train.schedule],
     )
-    text = text.replace("@OPTIMIZER@", {"adamw": "AdamW", "sgd": "SGD"}[train.optimizer]).replace("@OPTIONS@", options)
-    text = text.replace("@SETTINGS@", "\n".join(f"{name} = {value!r}" for name, value in settings.items()))
     (output / "train.py").write_text(text, encoding="utf-8")
-
-
-FACTORS = {
-    "constant": "1.0",
-    "linear": "1 - (step - NUM_WARMUP) / max(1, NUM_STEPS - NUM_WARMUP)",
-    "cosine": "0.5 * (1 + math.cos(math.pi * (step - NUM_WARMUP) / max(1, NUM_STEPS - NUM_WARMUP)))",
-}
-LOOP = '''"""The training of @RECIPE@ in one file, on one process: torch and transformers, no hftune, which has written it.
-
-The losses are those of the run (train/loss_step in metrics.jsonl), to 1e-5 in float32 on CPUs, if dropout is off: hftune draws
-dropout by seed and sample, which is left out here. Beside this file are the tokenized samples and the weights that the run
-began with.
-"""
-
-import json
-import math
-from pathlib import Path
-
-import numpy as np
-import torch
-from torch.nn.functional import cross_entropy
-from transformers import @AUTO@
-
-HERE = Path(__file__).parent
-@SETTINGS@
-
-with (HERE / "samples.jsonl").open(encoding="utf-8") as lines:
-    samples = [json.loads(line) for line in lines]
-model = @AUTO@.from_pretrained(HERE / "model", dtype=torch.float32).train()
-device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-model.to(device)
-parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-optimizer = torch.optim.@OPTIMIZER@(
-    [  # biases and norms have no weight decay
-        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
-    ],
-    lr=LR,
-    @OPTIONS@,
-)
-
-
-def order(epoch):
-    """Return the samples of an epoch: all of them, shuffled by seed and epoch alone."""
-    indices = np.arange(len(samples))
-    np.random.RandomState([SEED % 2**32, epoch]).shuffle(indices)
-    return indices
-
-
-def batch_of(step):
-    """Return the samples of a step, longest first, so that a micro-batch has little padding."""
-    per_epoch = -(-len(samples) // BATCH_SIZE)  # the last batch of an epoch has what is left
-    epoch, place = divmod(step, per_epoch)
-    chosen = [samples[index] for index in order(epoch)[place * BATCH_SIZE : (place + 1) * BATCH_SIZE]]
-    return sorted(chosen, key=lambda sample: -len(sample["input_ids"]))
-
-
-def collate(chosen):
-    """Return tensors of samples, with padding behind shorter ones, which the attention mask and labels of -100 leave out."""
-    longest = max(len(sample["input_ids"]) for sample in chosen)
-    tensors = {}
-    for name in chosen[0]:
-        fill = -100 if name == "labels" else 0
-        rows = [
-            value + [fill] * (longest - len(value)) if isinstance(value, list) else value
-            for value in (sample[name] for sample in chosen)
-        ]
-        tensors[name] = torch.tensor(rows, device=device)
-    return tensors
-
-
-def lr_at(step):
-    """Return the learning rate: a linear warmup, then the schedule."""
-    if step < NUM_WARMUP:
-        return LR * step / NUM_WARMUP
-    factor = @FACTOR@
-    return MIN_LR + (LR - MIN_LR) * factor
-
-
-def num_items(labels):
-    """Return what the loss of a step is the mean over: samples, or tokens with a label."""
-    return int((labels != -100).sum())
-
-
-for step in range(NUM_STEPS):
-    batch = batch_of(step)
-    micro_batches = [collate(batch[start : start + MICRO_BATCH_SIZE]) for start in range(0, len(batch), MICRO_BATCH_SIZE)]
-    items = sum(num_items(micro_batch["labels"]) for micro_batch in micro_batches)  # of the whole step: no mean of means
-    mean = 0.0
-    for micro_batch in micro_batches:
-        labels = micro_batch.pop("labels")
-        logits = model(**micro_batch).logits
-        loss = cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="sum", ignore_index=-100) / items
-        loss.backward()
-        mean += loss.item()
-    norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM or math.inf)
-    for group in optimizer.param_groups:
-        group["lr"] = lr_at(step)
-    optimizer.step()
-    optimizer.zero_grad()
-    print(f"step {step + 1}/{NUM_STEPS}  loss {mean:.7f}  lr {lr_at(step):.3g}  grad_norm {norm:.5f}", flush=True)
-
-model.save_pretrained(HERE / "trained")
-'''
