@@ -58,6 +58,8 @@ COMMANDS = {
     "compare": "say at which step runs diverge and why, and what their losses and metrics differ by beyond chance",
     "configs": "list, print or copy configurations for accelerate launch",
     "slurm": "write a batch script that trains a recipe on the nodes of a SLURM cluster",
+    "k8s": "write the manifest that trains a recipe on a Kubernetes cluster: a Job, a JobSet or a TrainJob",
+    "sky": "write the task that trains a recipe on machines that SkyPilot finds",
     "meeting": "serve the place where the machines of elastic jobs meet, on a host that stays",
     "audit": "prove that every epoch used each sample exactly once",
     "replay": (

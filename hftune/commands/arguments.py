@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,6 +34,55 @@ def add_recipe(parser: argparse.ArgumentParser, is_required: bool = False) -> No
         metavar="KEY=VALUE",
         help="recipe=NAME or recipe=PATH.yaml, and overrides of its keys, such as train.lr=3e-5",
     )
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """Add what ``hftune.launchers.jobs.Job`` is made of, under the names of its fields, and --output."""
+    parser.add_argument(
+        *("--nodes", "--machines"),
+        required=True,
+        help="number of machines, or a range: 1-4 takes up to four free ones and goes on without lost ones",
+    )
+    hardware = parser.add_mutually_exclusive_group(required=True)
+    hardware.add_argument("--gpus", type=int, help="number of GPUs per machine; each gets one process")
+    hardware.add_argument("--cpu", action="store_true", help="training on CPUs, for a cluster without GPUs")
+    parser.add_argument("--processes", type=int, help="number of processes per machine with --cpu (default 1)")
+    parser.add_argument(
+        *("--cpus-per-gpu", "--cpus-per-process"),
+        type=int,
+        dest="cores",
+        help="number of CPU cores per process (default: 2, or 1 with --cpu, plus train.num_workers)",
+    )
+    parser.add_argument("--job-name", dest="name", help="name of the job (default: the recipe's)")
+    parser.add_argument(
+        "--config", help="launch configuration: a name such as fsdp_2node, or a .yaml file (default: plain DDP)"
+    )
+    parser.add_argument(
+        "--grace-s",
+        type=int,
+        default=120,
+        help="seconds before the end to finish a step and write a checkpoint (default %(default)s)",
+    )
+    parser.add_argument("--output", type=Path, help="file to write (default: standard output)")
+
+
+def write_job(options: argparse.Namespace, kind: type, write: Callable[..., tuple[str, list[str]]]) -> int:
+    """Print what a job is written as, or write it to --output; notices about it go to stderr. Return the exit code.
+
+    Args:
+        kind: of job, a dataclass whose fields are options.
+        write: takes the words of the recipe and a job; returns the text and the notices.
+    """
+    fields = {field.name: getattr(options, field.name) for field in dataclasses.fields(kind)}
+    text, notices = write(options.words, kind(**fields))
+    for notice in notices:
+        print(f"hftune: {notice}", file=sys.stderr)
+    if options.output is None:
+        print(text, end="")
+        return 0
+    with writing(f"--output {options.output}"):
+        options.output.write_text(text, encoding="utf-8")
+    return 0
 
 
 def add_trust_code(parser: argparse.ArgumentParser) -> None:

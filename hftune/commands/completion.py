@@ -79,7 +79,7 @@ def _choices(command: str, action: argparse.Action) -> Sequence[str]:
     from hftune.config.sections import SECTIONS
     from hftune.config.shipped_files import config_names
 
-    if (command, action.dest) in (("configs", "name"), ("slurm", "config")):
+    if (command, action.dest) in (("configs", "name"), *((name, "config") for name in ("slurm", "k8s", "sky"))):
         return config_names()
     return ["task", *SECTIONS] if (command, action.dest) == ("train", "help") else [*map(str, action.choices or ())]
 

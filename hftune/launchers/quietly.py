@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int | str:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     is_torchrun = argv[0] == "torchrun"
-    if is_torchrun:  # on this machine alone; hftune.launch tells what the processes leave in their files
+    if is_torchrun:
         from torch.distributed.run import main as launch
 
         logging.disable(logging.ERROR)  # that a process failed and the others are being stopped, once for each
@@ -35,7 +35,8 @@ def main(argv: list[str]) -> int | str:
         return 128 + error.sigval
     except ChildFailedError as error:
         is_explained = any(Path(failure.error_file).is_file() for failure in error.failures.values())
-        return 1 if is_torchrun and is_explained else str(error)
+        # accelerate's is 1: to SLURM's script, STOPPED says that the launcher itself gave up.
+        return max(error.get_first_failure()[1].exitcode, 1) if is_torchrun and is_explained else str(error)
     return 0
 
 

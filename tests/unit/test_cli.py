@@ -64,9 +64,15 @@ def here(tmp_path, monkeypatch, corpus):
     (tmp_path / "english.txt").write_text("an English text\n" * 5)
     (tmp_path / "broken.yaml").write_text("a: [")
     (tmp_path / "list.yaml").write_text("- a\n")
+    (tmp_path / "deepspeed.yaml").write_text("distributed_type: DEEPSPEED\n")
 
 
 SLURM = ("slurm", "recipe=yelp", "--nodes", "2", "--gpus", "2")
+JOBS = {
+    "slurm": SLURM,
+    "k8s": ("k8s", *SLURM[1:], "--image", "hftune"),
+    "sky": ("sky", *SLURM[1:], "--gpu-type", "H100"),
+}
 REFUSED = {
     "predict .": "There is no input. Give --data, --text, --text-file, --messages, --chat or --input.",
     "predict . --text-file none.txt": "--text-file none.txt: No such file or directory.",
@@ -102,13 +108,28 @@ REFUSED = {
     "slurm --processes 2": "--processes 2 is for --cpu. With --gpus there is one process per GPU.",
     "slurm train.lrr=1": "train.lrr is not a key of a recipe. Did you mean 'train.lr'?",
     "slurm resume=never": "resume=never would start over each time the job is requeued. Leave it out.",
+    "slurm --nodes 1-4 --gpus 1 parallel.pipeline_stages=2": "parallel.pipeline_stages=2 does not divide 1, which --nodes 1-4 --gpus",
+    "k8s --nodes 1-4 --gpus 3 parallel.context=2": "parallel.context=2 does not divide 3, which --nodes 1-4 --gpus 3 may be.",
+    "k8s train.lrr=1": "train.lrr is not a key of a recipe. Did you mean 'train.lr'?",
+    "k8s resume=never": "resume=never would start over each time the job is requeued. Leave it out.",
+    "k8s --nodes 0": "--nodes 0 is neither a number of nodes, such as 2, nor a range, such as 1-2.",
+    "k8s --queue Team": "--queue 'Team' has characters that Kubernetes does not allow there.",
+    "k8s --memory lots": "--memory 'lots' has characters that Kubernetes does not allow there.",
+    "k8s --job-name a_b": "--job-name a_b must be a host name: at most 40 lower-case letters, digits and hyphens, a letter first.",
+    "k8s --config cpu": "--config cpu has distributed_type NO: accelerate launch would start only one process per node.",
+    "k8s --config deepspeed.yaml": "--config deepspeed.yaml has distributed_type DEEPSPEED; MULTI_GPU and FSDP can be written",
+    "k8s output_dir=here": "output_dir=here is in the pod, and goes with it. Name /outputs/yelp, on the volume of --claim outputs,",
+    "k8s --output none/x.yaml": "--output none/x.yaml cannot be written: No such file or directory.",
+    "sky train.lrr=1": "train.lrr is not a key of a recipe. Did you mean 'train.lr'?",
+    "sky --nodes 1-2": "--nodes 1-2: SkyPilot starts all machines of a job or none. Give one number.",
+    "sky --gpu-type=": "--gpus needs --gpu-type, such as H100: the GPU's name for SkyPilot.",
 }
 
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_a_command_that_cannot_be_run_as_given_says_why(capsys, here, line):
     words = line.split()
-    assert REFUSED[line] in refused(capsys, *(SLURM if words[0] == "slurm" else words[:1]), *words[1:])
+    assert REFUSED[line] in refused(capsys, *JOBS.get(words[0], words[:1]), *words[1:])
     assert not Path("words").exists()
 
 
@@ -344,13 +365,20 @@ def test_time_limit_that_would_requeue_for_ever_without_training_is_refused(caps
     assert cli.main([*SLURM, "--time", "3", "--grace-s", "60"]) == 0
 
 
-def test_gpus_or_cpus_are_asked_of_slurm_but_not_both(capsys):
+def test_options_that_argparse_refuses_are_named(capsys):
     for words, message in {
         (): "one of the arguments --gpus --cpu is required",
         ("--gpus", "1", "--cpu"): "argument --cpu: not allowed with argument --gpus",
     }.items():
         with pytest.raises(SystemExit):
             cli.main(["slurm", "recipe=yelp", "--nodes", "2", *words])
+        assert message in capsys.readouterr().err
+    for words, message in {
+        ("--image", "a", "--kind", "pod"): "argument --kind: invalid choice: 'pod' (choose from 'job', 'jobset', 'trainjob')",
+        (): "the following arguments are required: --image",
+    }.items():
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["k8s", *SLURM[1:], *words])
         assert message in capsys.readouterr().err
 
 
@@ -365,9 +393,9 @@ def test_job_on_cpus_asks_for_no_gpu_and_trains_on_none(capsys):
 @pytest.mark.parametrize(
     ("asked", "cores", "notice"),
     [
-        (("--gpus", "4"), 8, "The script asks for 2 CPU cores for each GPU. --cpus-per-gpu N asks for more."),
+        (("--gpus", "4"), 8, "The job asks for 2 CPU cores for each GPU. --cpus-per-gpu N asks for more."),
         (("--gpus", "1", "train.num_workers=3"), 5, "5 CPU cores for each GPU, 3 of them for train.num_workers=3. --cpus"),
-        (("--cpu", "--processes", "3"), 3, "The script asks for 1 CPU core for each process. --cpus-per-process N asks"),
+        (("--cpu", "--processes", "3"), 3, "The job asks for 1 CPU core for each process. --cpus-per-process N asks"),
     ],
 )
 def test_each_process_gets_a_core_and_the_user_is_told_how_many(capsys, asked, cores, notice):

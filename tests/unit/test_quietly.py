@@ -26,7 +26,7 @@ def failing(monkeypatch):
 def test_torchrun_adds_nothing_to_the_message_of_a_process(failing, tmp_path):
     (tmp_path / "error.json").write_text('{"message": {"message": "no label", "extraInfo": {"timestamp": 1}}}')
     failing(2, str(tmp_path / "error.json"))
-    assert quietly.main(["torchrun", "-m", "hftune.run"]) == 1
+    assert quietly.main(["torchrun", "-m", "hftune.run"]) == 2  # which Kubernetes is told not to try again
 
 
 def test_torchrun_says_how_a_process_died_that_left_no_message(failing, tmp_path):
