@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-import PIL
 
-from hftune.data.cache import cached_arrays, idle_cores
 from hftune.data.columns import BOXES, CATEGORIES
-from hftune.data.images import Form, channels, checked, name_of, open_stored, states_of_files, upright_size
+from hftune.data.images import EncodedImages, Form, channels, checked, checked_rows, name_of, open_stored, upright_size
 from hftune.data.labels import names_of
 from hftune.errors import DataError
 
@@ -41,16 +38,13 @@ class Objects:
 
 
 @dataclass
-class AnnotatedImages:
+class AnnotatedImages(EncodedImages):
     """A data set of images with boxes.
 
     A sample has an image (H, W, C) uint8; boxes (B, 4) float32: left, top, right and bottom, in [0, 1]; labels (B,), class
     numbers; crowd (B,) bool; and size, height and width of the image's file.
     """
 
-    rows: datasets.Dataset
-    """Encoded images: the column image."""
-    split: str
     sizes_N2: np.ndarray
     boxes_M4: np.ndarray
     labels_M: np.ndarray
@@ -59,9 +53,6 @@ class AnnotatedImages:
     """Where the boxes of each image end."""
     form: Form | None = None
     """Form of the images that the model is given. None: images are whole."""
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         index = range(len(self))[index]
@@ -76,11 +67,7 @@ class AnnotatedImages:
         }
 
     def contents(self) -> dict[str, Any]:
-        """Return the content to hash; see hftune.data.digest."""
-        return {"rows": self.rows, "boxes": self.boxes_M4, "labels": self.labels_M}
-
-    def contents_by_row(self) -> dict[str, Any]:
-        return {"rows": self.rows}
+        return {**super().contents(), "boxes": self.boxes_M4, "labels": self.labels_M}
 
     @property
     def num_boxes(self) -> int:
@@ -148,11 +135,7 @@ def checked_boxes(
             checked(open_stored(stored, name)[0] if image.has_transparency_data else image, image_name)
         return upright_size(stored, name)
 
-    def make() -> dict[str, np.ndarray]:
-        with ThreadPoolExecutor(idle_cores(len(rows), rows_each=100)) as threads:
-            return {"sizes": np.array([*threads.map(check, range(len(rows)))], np.int32)}
-
-    sizes_N2 = cached_arrays(["image sizes", rows._fingerprint, states_of_files(rows), PIL.__version__], make)["sizes"]
+    sizes_N2 = checked_rows(rows, check, lambda sizes: {"sizes": np.array(sizes, np.int32)}, "image sizes")["sizes"]
     limits_M4 = np.tile(sizes_N2[objects.image_M][:, ::-1], 2).reshape(-1, 4)
     cut_M4 = np.clip(objects.boxes_M4, 0, limits_M4)
     beyond_M = np.abs(cut_M4 - objects.boxes_M4).max(1, initial=0) > TOLERANCE

@@ -148,6 +148,40 @@ class Images:
         return {"pixels": self.pixels, "labels": self.labels, **shapes}
 
 
+@dataclass
+class EncodedImages:
+    """The base of data sets of images that are checked before training begins, and decoded when a sample is asked for."""
+
+    rows: datasets.Dataset
+    """Columns of encoded images, such as image and mask."""
+    split: str
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def contents(self) -> dict[str, Any]:
+        """Return the content to hash; see hftune.data.digest."""
+        return {"rows": self.rows}
+
+    def contents_by_row(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+
+def checked_rows(
+    rows: datasets.Dataset, check: Callable[[int], Any], arrays: Callable[[list[Any]], dict[str, Any]], *depends_on: Any
+) -> dict[str, np.ndarray]:
+    """Check each row by its index, in threads, and return the arrays that are made of all that was found.
+
+    They are cached while the files stay as they are; ``depends_on``: what is checked, and all that it depends on besides them.
+    """
+
+    def make() -> dict[str, Any]:
+        with ThreadPoolExecutor(idle_cores(len(rows), rows_each=100)) as threads:
+            return arrays([*threads.map(check, range(len(rows)))])
+
+    return cached_arrays([*depends_on, rows._fingerprint, states_of_files(rows), PIL.__version__], make)
+
+
 def decode_images(rows: datasets.Dataset, column: str, split: str, form: Form) -> Images:
     """Decode a column of images once per machine, into memory-mapped files. The data set has no labels yet.
 

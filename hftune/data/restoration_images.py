@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-import PIL
 from PIL import Image
 
-from hftune.data.cache import cached_arrays, idle_cores
 from hftune.data.damage import draw_mask
 from hftune.data.files import list_images
-from hftune.data.images import check_depth, name_of, open_stored, read_image, states_of_files, upright_size, with_file
+from hftune.data.images import (
+    EncodedImages,
+    check_depth,
+    checked_rows,
+    name_of,
+    open_stored,
+    read_image,
+    upright_size,
+    with_file,
+)
 from hftune.errors import DataError
 
 MIN_SIDE = 16
@@ -30,25 +36,19 @@ MASK_KEY = 20201
 
 
 @dataclass
-class DamagedImages:
+class DamagedImages(EncodedImages):
     """A data set of damaged images. A sample has an image (H, W, C) uint8, a mask (H, W) bool and a target like the image.
 
     The target is None if the image itself is undamaged; then ``collate`` damages the masked pixels. If the data have no masks,
-    each sample gets a random mask that is always the same.
+    each sample gets a random mask that is always the same, which follows from its size and index.
     """
 
-    rows: datasets.Dataset
-    """Encoded images: the columns image and, if the data have them, mask and target."""
-    split: str
     sizes: np.ndarray
     """Height and width of each image, (N, 2) int32."""
     num_converted: int
     """Number of images and targets that are not RGB."""
     marked: np.ndarray
     """Share of masked pixels of each image, in [0, 1]; empty if masks are random."""
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row, row_name, (height, width) = self.rows[index], name_of(self.rows, index, self.split), self.sizes[index].tolist()
@@ -64,13 +64,6 @@ class DamagedImages:
                     f"but was {width} x {height} when training began."
                 )
         return {"target": None, **sample}
-
-    def contents(self) -> dict[str, Any]:
-        """Return the content to hash; see hftune.data.digest. Random masks follow from sizes and indices."""
-        return {"rows": self.rows}
-
-    def contents_by_row(self) -> dict[str, Any]:
-        return self.contents()
 
     @property
     def areas(self) -> np.ndarray | None:
@@ -114,7 +107,7 @@ def checked_images(rows: datasets.Dataset, split: str, min_side: int | None) -> 
     """Check the size of every image, and every mask, before training begins; only once while the files stay as they are.
 
     Args:
-        rows: encoded images, as ``DamagedImages`` has them.
+        rows: encoded images: the columns image and, if the data have them, mask and target.
         min_side: minimum height and width in pixels, for crops of this size.
 
     Raises:
@@ -124,13 +117,12 @@ def checked_images(rows: datasets.Dataset, split: str, min_side: int | None) -> 
     def check(index: int) -> tuple[tuple[int, int], int, float | None]:
         return _check_row(rows[index], name_of(rows, index, split), min_side)
 
-    def make() -> dict[str, np.ndarray]:
-        with ThreadPoolExecutor(idle_cores(len(rows), rows_each=100)) as threads:
-            sizes, converted, marked = zip(*threads.map(check, range(len(rows))), strict=True)
+    def arrays(found: list[tuple[tuple[int, int], int, float | None]]) -> dict[str, np.ndarray]:
+        sizes, converted, marked = zip(*found, strict=True)
         shares = np.array([share for share in marked if share is not None], np.float64)
         return {"sizes": np.array(sizes, np.int32), "converted": np.array(converted), "marked": shares}
 
-    found = cached_arrays(["images checked", rows._fingerprint, states_of_files(rows), min_side, PIL.__version__], make)
+    found = checked_rows(rows, check, arrays, "images checked", min_side)
     return DamagedImages(rows, split, found["sizes"], int(found["converted"].sum()), found["marked"])
 
 

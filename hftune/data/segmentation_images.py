@@ -6,17 +6,14 @@ Shape suffixes: N images, H and W height and width, C channels (red, green, blue
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import datasets
 import numpy as np
-import PIL
 from PIL import Image
 
-from hftune.data.cache import cached_arrays, idle_cores
-from hftune.data.images import Images, channels, checked, name_of, open_stored, states_of_files, upright_size
+from hftune.data.images import EncodedImages, Images, channels, checked, checked_rows, name_of, open_stored, upright_size
 from hftune.data.restoration_images import check_sizes
 from hftune.errors import DataError
 
@@ -48,15 +45,12 @@ class MaskNumbers:
 
 
 @dataclass
-class SegmentedImages:
+class SegmentedImages(EncodedImages):
     """A data set of images with masks. A sample has an image (H, W, C) uint8 and a mask (H, W) int32 of labels.
 
     Masks have the size of the image's file; images that of the model, unless they are to be cropped.
     """
 
-    rows: datasets.Dataset
-    """Encoded images: the columns image and mask."""
-    split: str
     numbers: MaskNumbers
     ends_N: np.ndarray
     """Where the numbers in each mask end in ``found``."""
@@ -69,9 +63,6 @@ class SegmentedImages:
     scales_masks: bool = False
     """Whether masks get the size of these images, too, for training."""
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         row, name = self.rows[index], name_of(self.rows, index, self.split)
         mask_HW = self.numbers.labels(read_mask(*open_stored(row["mask"], name)))
@@ -82,13 +73,6 @@ class SegmentedImages:
         if self.scales_masks:
             mask_HW = cut_mask(mask_HW, (0, 0, *mask_HW.shape), image_HWC.shape[:2])
         return {"image": image_HWC, "mask": mask_HW}
-
-    def contents(self) -> dict[str, Any]:
-        """Return the content to hash; see hftune.data.digest."""
-        return {"rows": self.rows}
-
-    def contents_by_row(self) -> dict[str, Any]:
-        return self.contents()
 
     @property
     def labels(self) -> np.ndarray:
@@ -110,7 +94,7 @@ def checked_masks(rows: datasets.Dataset, split: str, numbers: MaskNumbers) -> S
     """Check the size of every image, and every mask, before training begins; only once while the files stay as they are.
 
     Args:
-        rows: encoded images, as ``SegmentedImages`` has them.
+        rows: encoded images: the columns image and mask.
 
     Raises:
         DataError: one of them cannot be used.
@@ -133,14 +117,12 @@ def checked_masks(rows: datasets.Dataset, split: str, numbers: MaskNumbers) -> S
         counts = np.bincount(read_mask(*open_stored(row["mask"], name)).reshape(-1))
         return counts.nonzero()[0], counts[counts > 0]
 
-    def make() -> dict[str, np.ndarray]:
-        with ThreadPoolExecutor(idle_cores(len(rows), rows_each=100)) as threads:
-            found, pixels = zip(*threads.map(check, range(len(rows))), strict=True)
+    def arrays(counted: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, np.ndarray]:
+        found, pixels = zip(*counted, strict=True)
         ends_N = np.cumsum([len(one) for one in found])
         return {"ends": ends_N, "found": np.concatenate(found), "pixels": np.concatenate(pixels)}
 
-    depends_on = ["masks checked", rows._fingerprint, states_of_files(rows), PIL.__version__]
-    made = cached_arrays(depends_on, make)
+    made = checked_rows(rows, check, arrays, "masks checked")
     return SegmentedImages(rows, split, numbers, made["ends"], made["found"], made["pixels"])
 
 

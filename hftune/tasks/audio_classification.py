@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy as np
-    from torch import Tensor
     from transformers import PreTrainedModel
 
     from hftune.data.audio import Recordings
@@ -93,16 +92,6 @@ class AudioClassification(AudioTask, Classified):
         import torch
 
         return {**self.heard(examples), "labels": torch.tensor([example["label"] for example in examples])}
-
-    def loss(self, outputs: Any, target: Tensor) -> Tensor:
-        return self._problem.loss(outputs.logits, target)
-
-    def predictions(self, outputs: Any, model: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
-        """Return rows of label and prediction (class numbers), the probabilities of both, and the loss."""
-        return self._problem.rows(outputs.logits, batch["labels"])
-
-    def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._problem.metrics(rows)
 
     def load(self, directory: Path) -> PreTrainedModel:
         """Load the model and the class names that ``save`` wrote."""

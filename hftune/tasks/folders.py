@@ -18,9 +18,11 @@ from hftune.tasks.problems import SingleLabel
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from torch import Tensor, nn
     from transformers import PreTrainedConfig
 
     from hftune.data.labels import Classes
+    from hftune.task import Batch
 
 
 @dataclass
@@ -154,11 +156,26 @@ class Classified(FolderTask):
     def _problem(self) -> SingleLabel:
         return SingleLabel(self.labels, label_smoothing=self.label_smoothing)
 
+    def loss(self, outputs: Any, target: Tensor) -> Tensor:
+        return self._problem.loss(logits(outputs), target)
+
+    def predictions(self, outputs: Any, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
+        """Return rows of label and prediction (class numbers), the probabilities of both, and the loss."""
+        return self._problem.rows(logits(outputs), batch["labels"])
+
     def describe(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return self._problem.describe(rows)
 
     def caption(self, row: Mapping[str, Any]) -> str:
         return f"{row['label']}, predicted {row['prediction']} ({row['probability']:.2f})"
+
+    def metrics(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._problem.metrics(rows)
+
+
+def logits(outputs: Any) -> Tensor:
+    """Return the logits (N, K) of a network, which returns them, or of a model of transformers."""
+    return getattr(outputs, "logits", outputs)
 
 
 def head_notice(name: str, config: PreTrainedConfig, labels: Sequence[str]) -> str:

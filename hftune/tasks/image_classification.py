@@ -15,7 +15,7 @@ from hftune.config.keys import key
 from hftune.data.columns import IMAGES, LABELS, Role
 from hftune.metrics.records import directions
 from hftune.task import Task
-from hftune.tasks.folders import Classified
+from hftune.tasks.folders import Classified, logits
 from hftune.tasks.images import check_same_network, network_problems, read_config, save_config
 from hftune.tasks.late_rows import late_rows
 from hftune.tasks.pretrained_images import MIN_SIDE, PretrainedImageTask
@@ -250,17 +250,12 @@ class ImageClassification(PretrainedImageTask, Classified):
     def _input(self) -> str:
         return "pixel_values" if self._is_of_transformers else "image"
 
-    def loss(self, outputs: Any, target: Tensor) -> Tensor:
-        return self._problem.loss(logits(outputs), target)
-
     def predictions(self, outputs: Any, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
-        """Return rows of label and prediction (class numbers), and the probabilities of both.
+        """Return the rows, with many classes also ``rank``: how many classes come before the true one.
 
-        With many classes also ``rank``: how many classes come before the true one. Of equally probable ones, as there are many
-        in bf16, the first comes first, which is also the one that is predicted.
+        Of equally probable ones, as there are many in bf16, the first comes first, which is also the one that is predicted.
         """
-        logits_NK, labels_N = logits(outputs), batch["labels"]
-        rows = self._problem.rows(logits_NK, labels_N)
+        rows, logits_NK, labels_N = super().predictions(outputs, model, batch), logits(outputs), batch["labels"]
         if logits_NK.shape[-1] <= MAX_FEW:
             return rows
         order_NK = logits_NK.argsort(dim=-1, descending=True, stable=True)
@@ -275,7 +270,7 @@ class ImageClassification(PretrainedImageTask, Classified):
         from statistics import fmean
 
         top = {"top5_accuracy": fmean(row["rank"] < TOP for row in rows)} if "rank" in rows[0] else {}
-        return {**self._problem.metrics(rows), **top}
+        return {**super().metrics(rows), **top}
 
     def save(self, model: nn.Module, directory: Path) -> None:
         """Write a model of transformers and its image processor for ``from_pretrained``.
@@ -321,8 +316,3 @@ class ImageClassification(PretrainedImageTask, Classified):
         batch = self.collate([{"image": image, "label": 0} for image in images])
         outputs = model(batch[self._input].to(next(model.parameters()).device))
         return SingleLabel.answers(logits(outputs), self.labels, probabilities)
-
-
-def logits(outputs: Any) -> Tensor:
-    """Return the logits (N, K) of a network, which returns them, or of a model of transformers."""
-    return getattr(outputs, "logits", outputs)

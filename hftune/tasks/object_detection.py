@@ -302,24 +302,12 @@ class ObjectDetection(PretrainedImageTask):
     def _rows(self, found: Mapping[str, Tensor], batch: Batch) -> list[dict[str, Any]]:
         outputs, sizes = SimpleNamespace(**found), batch["size"].tolist()
         rows = []
-        for boxes, (height, width), labels_B, boxes_B4, crowd_B in zip(
-            self._found(outputs, sizes),
-            sizes,
-            batch["labels"].tolist(),
-            batch["boxes"].tolist(),
-            batch["crowd"].tolist(),
-            strict=True,
-        ):
+        columns = (batch[name].tolist() for name in ("boxes", "labels", "crowd"))
+        for boxes, size, boxes_B4, labels_B, crowd_B in zip(self._found(outputs, sizes), sizes, *columns, strict=True):
             true = [
-                [
-                    round((x - w / 2) * width, 2),
-                    round((y - h / 2) * height, 2),
-                    round(w * width, 2),
-                    round(h * height, 2),
-                    *rest,
-                ]
-                for (x, y, w, h), *rest in zip(boxes_B4, labels_B, crowd_B, strict=True)
-                if rest[0] >= 0
+                [*(round(place, 2) for place in box), label, is_crowd]
+                for box, label, is_crowd in zip(in_pixels(boxes_B4, size), labels_B, crowd_B, strict=True)
+                if label >= 0
             ]
             wide = [[x, y, round(right - x, 2), round(bottom - y, 2), *rest] for x, y, right, bottom, *rest in boxes]
             rows.append({"boxes": true, "found": wide})
@@ -359,12 +347,8 @@ class ObjectDetection(PretrainedImageTask):
         found = self._found(outputs, [self._form.shape[:2]] * len(batch["labels"]))
         pairs = []
         for index, image_HW3 in zip(indices, images, strict=True):
-            height, width = image_HW3.shape[:2]
-            true = [
-                ((x - w / 2) * width, (y - h / 2) * height, (x + w / 2) * width, (y + h / 2) * height, label, 1.0)
-                for (x, y, w, h), label in zip(batch["boxes"][index].tolist(), batch["labels"][index].tolist(), strict=True)
-                if label >= 0
-            ]
+            places, labels = in_pixels(batch["boxes"][index].tolist(), image_HW3.shape[:2]), batch["labels"][index].tolist()
+            true = [(x, y, x + w, y + h, label, 1.0) for (x, y, w, h), label in zip(places, labels, strict=True) if label >= 0]
             both = []
             for boxes in (true, [one for one in found[index] if one[5] >= self.threshold]):
                 image = Image.fromarray(image_HW3)
@@ -400,3 +384,9 @@ class ObjectDetection(PretrainedImageTask):
                 }
             )
         return rows
+
+
+def in_pixels(boxes_B4: Sequence[Sequence[float]], size: Sequence[int]) -> list[tuple[float, ...]]:
+    """Return left, top, width and height in pixels of boxes of a micro-batch, in an image of a size (height, width)."""
+    height, width = size
+    return [((x - w / 2) * width, (y - h / 2) * height, w * width, h * height) for x, y, w, h in boxes_B4]
