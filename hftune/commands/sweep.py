@@ -11,19 +11,16 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from importlib.util import find_spec
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hftune.commands.arguments import add_recipe, check_at_least_1, writing
 from hftune.commands.sweep_space import Space, Trial, number, parse, spell, trial_name
 from hftune.config.addresses import refuse_address
-from hftune.distributed.signals import hangup
+from hftune.distributed.signals import handling
 from hftune.errors import ConfigError, format_value
 
 if TYPE_CHECKING:
@@ -269,21 +266,14 @@ def share_gpus(jobs: int, processes: int) -> list[str]:
     Raises:
         ConfigError: there are too few.
     """
-    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
-        return []
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is None:
-        import torch  # a second, once
+    from hftune.launchers.forks import gpus
 
-        gpus = [str(index) for index in range(torch.cuda.device_count())]
-    else:
-        names = [name.strip() for name in given.split(",") if name.strip()]
-        gpus = list(takewhile(lambda name: name != "-1", names))  # CUDA ignores what comes after it, too
-    if 0 < len(gpus) < jobs * processes:
+    found = gpus()
+    if 0 < len(found) < jobs * processes:
         raise ConfigError(
-            f"--jobs {jobs} with {processes} process(es) each needs {jobs * processes} GPUs; there are {len(gpus)}."
+            f"--jobs {jobs} with {processes} process(es) each needs {jobs * processes} GPUs; there are {len(found)}."
         )
-    return gpus
+    return found
 
 
 def check_same_data(sweep: Sweep, begun: Trial | None = None) -> None:
@@ -340,7 +330,7 @@ class Runner:
         """
         from hftune.launchers.local import kill
 
-        with self._forwarding():
+        with handling(self._forward):
             try:
                 while True:
                     self._start()
@@ -406,22 +396,13 @@ class Runner:
         if trial.state != "stopped":
             self.sweep.ended(trial)
 
-    @contextmanager
-    def _forwarding(self) -> Iterator[None]:
-        def forward(number: int, frame: Any) -> None:
-            if self.signal and number == signal.SIGINT:
-                raise KeyboardInterrupt
-            if not self.signal:
-                print("Stopping after the current step of each trial; Ctrl-C again ends them at once.", flush=True)
-            self.signal = number
-            self._told.clear()
-
-        before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, *hangup())}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _forward(self, number: int, frame: Any) -> None:
+        if self.signal and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not self.signal:
+            print("Stopping after the current step of each trial; Ctrl-C again ends them at once.", flush=True)
+        self.signal = number
+        self._told.clear()
 
 
 def time_written(folder: Path) -> float | None:

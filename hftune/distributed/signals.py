@@ -8,6 +8,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -32,17 +34,14 @@ class StopRequest:
         self.name: str | None = None
         """Name of the signal that asked to stop; None before that."""
         self._since = 0.0
-        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            numbers = (signal.SIGTERM, signal.SIGINT, *hangup())
-            self._before = {number: signal.signal(number, self._handle) for number in numbers}
+        self._handling = handling(self._handle)
+        self._handling.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    def __exit__(self, *error: Any) -> None:
+        self._handling.__exit__(*error)
 
     def __bool__(self) -> bool:
         return self.name is not None
@@ -53,6 +52,18 @@ class StopRequest:
             self.name, self._since = signal.Signals(number).name, now
         elif number == signal.SIGINT and now - self._since > SECOND_AFTER_S:
             raise KeyboardInterrupt
+
+
+@contextmanager
+def handling(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle SIGTERM, SIGINT and SIGHUP, and as before at the end; in other threads than the main one Python receives none."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT, *hangup()) if is_main}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def hangup() -> list[signal.Signals]:

@@ -25,7 +25,7 @@ import psutil
 from hftune.config.recipe import Recipe, type_name
 from hftune.distributed.failure_report import Report, exit_code, with_report
 from hftune.distributed.process_info import ProcessInfo
-from hftune.distributed.signals import STARTED_BY, hangup
+from hftune.distributed.signals import STARTED_BY, handling
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
 from hftune.launchers.forks import Wanted, how_it_ended
 from hftune.tracking.console import is_terminal
@@ -177,7 +177,7 @@ def environment() -> dict[str, str]:
 def run_and_show(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
     """Run a command and print its output; return its exit code, and whether it was asked to stop.
 
-    Forwards SIGTERM, SIGHUP and the first SIGINT if this is the main thread; in other threads Python receives no signals.
+    Forwards SIGTERM, SIGHUP and the first SIGINT; see ``handling``.
 
     Raises:
         KeyboardInterrupt: after a second SIGINT; all processes have been killed.
@@ -195,23 +195,20 @@ def run_and_show(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
         forwarded.append(number)
         process.send_signal(number)
 
-    is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, *hangup()) if is_main}
     errors = threading.Thread(target=show, args=(process.stderr or (), "stderr"), name="hftune stderr", daemon=True)
-    errors.start()
-    try:
-        show(process.stdout or (), "stdout")
-        errors.join()
-        return process.wait(), bool(forwarded)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if process.poll() is None:
-            kill(process)
-        errors.join()
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
+    with handling(forward):
+        errors.start()
+        try:
+            show(process.stdout or (), "stdout")
+            errors.join()
+            return process.wait(), bool(forwarded)
+        finally:
+            if process.poll() is None:
+                kill(process)
+            errors.join()
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
 
 
 def kill(process: subprocess.Popen) -> None:
