@@ -187,33 +187,40 @@ def _landscape(rng: Rng) -> Row:
     return {"image": image, "mask": mask}
 
 
-def _drawn(draw: Callable[[Rng], Row], num_train: int, num_eval: int, split: str, count: int | None = None) -> Iterator[Row]:
-    """Yield rows of a split, "train" or "eval"; each has its own random stream. ``count``: number of rows; None for all."""
+def drawn(
+    draw: Callable[[Rng], Row], num_train: int, num_eval: int, split: str, count: int | None = None, kind: int = 0
+) -> Iterator[Row]:
+    """Yield rows of a split, "train" or "eval".
+
+    Args:
+        count: number of rows; None for all.
+        kind: 0 for images, 1 for sounds; each split of each kind has its own random stream.
+    """
     if split not in ("train", "eval"):
         raise no_such_split(split)
-    rng = Rng([0, int(split == "eval")])
+    rng = Rng([kind, int(split == "eval")])
     for _ in range(count or (num_train if split == "train" else num_eval)):
         yield draw(rng)
 
 
-digits = partial(_drawn, _digit, 4000, 1000)
+digits = partial(drawn, _digit, 4000, 1000)
 """Digits that look handwritten: "image", grey, 28 x 28 pixels, white on black, and "label", the digit.
 
 Size, position, slant, rotation, thickness, every point of a stroke, and noise are random.
 """
-shapes = partial(_drawn, _shape, 1000, 200)
+shapes = partial(drawn, _shape, 1000, 200)
 """Shapes in one of six kinds: "image", RGB, with sides of 40 to 64 pixels, and "label", the name of the kind.
 
 Size, position, rotation, colours and noise are random.
 """
-scenes = partial(_drawn, _scene, 400, 60)
+scenes = partial(drawn, _scene, 400, 60)
 """One to three objects on a dark ground: "image", RGB, with sides of 56 to 72 pixels, and "objects", their "bbox" (left, top,
 width, height in pixels) and "category", of SCENE."""
-landscapes = partial(_drawn, _landscape, 300, 50)
+landscapes = partial(drawn, _landscape, 300, 50)
 """Pictures of sky, sun and hills: "image", RGB, with sides of 40 to 56 pixels, and "mask", the places of LANDSCAPE."""
-pictures = partial(_drawn, lambda rng: {"image": _landscape(rng)["image"]}, 120, 24)
+pictures = partial(drawn, lambda rng: {"image": _landscape(rng)["image"]}, 120, 24)
 """Pictures of sky, sun and hills: "image", RGB, with sides of 40 to 56 pixels."""
-picture_chats = partial(_drawn, _chat_about_shapes, 2400, 200)
+picture_chats = partial(drawn, _chat_about_shapes, 2400, 200)
 """Chats about drawn shapes: "messages", in which <image> stands for a picture, and "images", RGB, 32 x 32 pixels.
 
 The answer names colour and kind of the shape; every fourth chat asks about a second picture.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from hftune.data.demo.drawings import Rng, Row, no_such_split
+from hftune.data.demo.drawings import Rng, Row, drawn
 
 RATE = 16_000
 """Samples a second."""
@@ -51,19 +50,10 @@ def _melody(rng: Rng) -> Row:
     return {"audio": _recording(phase_T, np.concatenate(loud), rng), "text": text}
 
 
-def _made(make: Callable[[Rng], Row], num_train: int, num_eval: int, split: str) -> Iterator[Row]:
-    """Yield rows of a split, "train" or "eval"; each has its own random stream."""
-    if split not in ("train", "eval"):
-        raise no_such_split(split)
-    rng = Rng([1, int(split == "eval")])
-    for _ in range(num_train if split == "train" else num_eval):
-        yield make(rng)
-
-
-calls = partial(_made, _call, 800, 160)
+calls = partial(drawn, _call, 800, 160, kind=1)
 """Calls of six kinds, of 0.3 to 0.6 s: "audio", an array at 16 kHz, and "label", the kind, by how pitch and loudness change.
 
 Pitch, length, loudness, overtone and noise are random.
 """
-melodies = partial(_made, _melody, 800, 100)
+melodies = partial(drawn, _melody, 800, 100, kind=1)
 """One to three words as melodies of 0.4 to 1.8 s: "audio", an array at 16 kHz, and "text", a tone for each letter."""
