@@ -105,6 +105,12 @@ def cut(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
+def first_few(names: Iterable[Any], most: int = 5) -> str:
+    """Name the first few, and say how many more there are: "a, b and 4 more"."""
+    named = [*map(str, names)]
+    return ", ".join(named[:most]) + (f" and {len(named) - most} more" if len(named) > most else "")
+
+
 def type_problem(hint: Any, value: Any, default: Any = None) -> str:
     """Describe how ``value`` does not match the type ``hint``: "is not a number, such as 5e-05."."""
     if get_origin(hint) is Literal:

@@ -13,9 +13,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print what the ledger proves. Exit code 1 if the proof fails."""
     from hftune.config.recipe import flat
-    from hftune.errors import format_value
+    from hftune.errors import first_few, format_value
     from hftune.replay.audit import audit
-    from hftune.replay.differences import count, first_few
+    from hftune.replay.differences import count
     from hftune.tracking.summary import processes
 
     result = audit(options.folder)

@@ -21,7 +21,7 @@ from hftune.data.columns import TEXTS, Role, is_number, is_text
 from hftune.data.files import PACKED
 from hftune.data.table import CHUNK, WRITTEN, Table, read_table, writable
 from hftune.distributed.process_info import ProcessInfo
-from hftune.errors import ConfigError, DataError, did_you_mean
+from hftune.errors import ConfigError, DataError, did_you_mean, first_few
 from hftune.task import Task
 
 if TYPE_CHECKING:
@@ -117,10 +117,8 @@ def prepare(options: argparse.Namespace, reads: Callable[[Task], Mapping[str, st
     if empty.all():
         raise DataError(f"--data {table.name}: no row has an input in column {names}.")
     if empty.any() and options.empty == "refuse":
-        numbers = empty.nonzero()[0].tolist()
-        more = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
         raise DataError(
-            f"--data {table.name} has no input in column {names} at row {', '.join(map(str, numbers[:5]))}{more} (counted "
+            f"--data {table.name} has no input in column {names} at row {first_few(empty.nonzero()[0].tolist())} (counted "
             "from 0). Fill them in; or give them no prediction: --empty null."
         )
     return Job(

@@ -34,7 +34,7 @@ from hftune.data.in_place import ReadRows, RowsInPlace
 from hftune.data.labels import read_labels
 from hftune.data.sources import INSTEAD, NO_EVAL_DATA, Source
 from hftune.data.splits import Split
-from hftune.errors import DataError
+from hftune.errors import DataError, first_few
 
 READER_OPTIONS: dict[str, dict[str, Any]] = {
     "csv": {"keep_default_na": False, "na_values": [""], "index_col": False},
@@ -391,10 +391,9 @@ def _read_all(
     if empty:
         what = "no text" if may_be_empty else "an empty text"
         numbers = row_numbers(rows, empty) if row_of is None else [*map(row_of, empty)]
-        more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
         raise DataError(
-            f"The {split} split has {what} in column {column!r} at row {', '.join(map(str, numbers[:3]))}{more}. "
-            "Remove these rows, or fill them in."
+            f"The {split} split has {what} in column {column!r} at row {first_few(numbers, 3)}. Remove these rows, or fill "
+            "them in."
         )
 
 

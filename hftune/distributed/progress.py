@@ -7,6 +7,8 @@ import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
+from hftune.errors import first_few
+
 SHOWN = 16
 """Samples to list; the rest are counted."""
 EVERY_S = 1.0
@@ -39,8 +41,7 @@ class Progress:
         samples = [str(int(sample)) for sample in self.current_samples]
         if not samples:
             return self.current_stage
-        more = f" and {len(samples) - SHOWN} more" if len(samples) > SHOWN else ""
-        return f"{self.current_stage}, {'samples' if len(samples) > 1 else 'sample'} {', '.join(samples[:SHOWN])}{more}"
+        return f"{self.current_stage}, {'samples' if len(samples) > 1 else 'sample'} {first_few(samples, SHOWN)}"
 
 
 @contextmanager

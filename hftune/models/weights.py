@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from itertools import chain
@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hftune.errors import ConfigError, first_line
+from hftune.errors import ConfigError, first_few, first_line
 from hftune.models.tensor_file import Pieces
 
 FILES = ("model.safetensors", "pytorch_model.bin")
@@ -30,8 +30,6 @@ WRAPPERS = ("state_dict", "model")
 """Names under which scripts put the weights beside other things into a file."""
 PREFIXES = ("module.", "_orig_mod.")
 """What DDP and torch.compile put before each name."""
-MAX_NAMES = 4
-"""Names that a message lists; the rest are counted."""
 MAX_THREADS = 4
 """Threads that hash weights, and tensors that they hold at a time. They read some 6 GB a second."""
 
@@ -85,8 +83,8 @@ def load_weights(model: nn.Module, path: str, key: str = "task.weights") -> list
     used = [name for name in found if name in persistent]
     if not used:
         raise ConfigError(
-            f"{key}={path} holds no tensor of {type(model).__name__}: it has {_listed([*found])}, and the model "
-            f"{_listed([*persistent])}."
+            f"{key}={path} holds no tensor of {type(model).__name__}: it has {first_few(found)}, and the model "
+            f"{first_few(persistent)}."
         )
     with torch.no_grad():
         for name in used:
@@ -96,15 +94,13 @@ def load_weights(model: nn.Module, path: str, key: str = "task.weights") -> list
     model.drawn_parameters = [name for name in missing if name in getattr(model, "drawn_parameters", own)]
     said, unexpected = [], [name for name in found if name not in persistent]
     if missing:
-        said.append(f"{key}={path} lacks {len(missing)} of the model's tensors, which begin as they were: {_listed(missing)}.")
+        said.append(
+            f"{key}={path} lacks {len(missing)} of the model's tensors, which begin as they were: {first_few(missing)}."
+        )
     if unexpected:
         tensors = "tensors" if len(unexpected) > 1 else "tensor"
-        said.append(f"{key}={path} has {len(unexpected)} {tensors} that the model lacks: {_listed(unexpected)}.")
+        said.append(f"{key}={path} has {len(unexpected)} {tensors} that the model lacks: {first_few(unexpected)}.")
     return said
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:MAX_NAMES])}{f' and {len(names) - MAX_NAMES} more' if len(names) > MAX_NAMES else ''}"
 
 
 def read_tensors(file: Path, what: str) -> Mapping[str, Tensor]:

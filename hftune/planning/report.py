@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from textwrap import wrap
 
+from hftune.errors import first_few
 from hftune.planning.record import Disk, PipelinePlan, Plan
 from hftune.tracking.console import data_size
 
@@ -103,8 +104,7 @@ def groups(plan: Plan) -> Iterator[str]:
         return
     for group in sorted(found, key=lambda group: -group.lr):
         decay = "" if group.weight_decay is None else f"weight decay {group.weight_decay:<6.3g} "
-        rest = f" and {len(group.names) - 1} more" if len(group.names) > 1 else ""
-        yield f"lr {group.lr:<9.3g} {decay}{group.parameters:>13,} parameters  {group.names[0]}{rest}"
+        yield f"lr {group.lr:<9.3g} {decay}{group.parameters:>13,} parameters  {first_few(group.names, 1)}"
 
 
 def pipeline(found: PipelinePlan) -> Iterator[str]:

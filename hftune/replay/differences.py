@@ -5,7 +5,7 @@ Knows nothing of whether a difference explains anything. Shape suffix: N rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from hftune.batch_plan import BatchPlan
 from hftune.config import reference
 from hftune.config.keys import Effect, effects
-from hftune.errors import cut
+from hftune.errors import cut, first_few
 from hftune.replay.ledger import LedgerRecord, stretches
 from hftune.replay.run_record import flat, plain
 
@@ -27,8 +27,6 @@ UNKNOWN = ANYTHING - RATE
 """Of a key whose effects nobody has listed: a task's fields cannot touch the schedule."""
 KINDS = ("recipe", "data", "code", "versions", "hardware", "processes")
 """The kinds of differences, in the order in which they are worth a look."""
-MAX_NAMED = 5
-"""How many rows, files or packages are named; the others are counted."""
 MAX_VALUE_LENGTH = 60
 PARTS = (
     ("code", "code", ANYTHING),
@@ -188,12 +186,6 @@ def first_use(rows: np.ndarray, plan: Mapping[str, Any], last_step: int) -> int 
             step = epoch * batches.num_steps + int(places[0]) // batches.batch_size + 1
             return step if step <= last_step else None
     return None
-
-
-def first_few(names: Iterable[str]) -> str:
-    """Name the first few, and say how many more there are."""
-    names = list(names)
-    return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
 
 
 def count(number: int, noun: str) -> str:

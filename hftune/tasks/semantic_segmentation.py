@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftune.config.keys import key
 from hftune.data.columns import IMAGES, Role
-from hftune.errors import DataError
+from hftune.errors import DataError, first_few
 from hftune.metrics.records import directions
 from hftune.tasks.late_rows import late_rows
 from hftune.tasks.pretrained_images import PretrainedImageTask
@@ -129,8 +129,7 @@ class SemanticSegmentation(PretrainedImageTask):
         ignored = ", ".join(f"{images.ignored_share:.1%} of {split}" for split, images in datasets.items())
         messages.append(f"Pixels without a class: {ignored}.")
         if unseen := [name for name, count in self.class_counts(datasets["train"]).items() if not count]:
-            more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
-            messages.append(f"No training mask has a pixel of {', '.join(unseen[:5])}{more}, which cannot be learned.")
+            messages.append(f"No training mask has a pixel of {first_few(unseen)}, which cannot be learned.")
         return messages
 
     def augment(self, example: dict[str, Any], rng: np.random.RandomState) -> dict[str, Any]:

@@ -11,10 +11,9 @@ import torch
 
 from hftune.batch_plan import BatchPlan, format_digest, samples_digest
 from hftune.commands import audit as audit_command
-from hftune.errors import ConfigError, TrainingError
+from hftune.errors import ConfigError, TrainingError, first_few
 from hftune.models.weights import weights_digest
 from hftune.replay.audit import audit
-from hftune.replay.differences import first_few
 from hftune.replay.ledger import read_ledger
 from hftune.tracking.facts import hardware, of_all
 from hftune.tracking.ledger import NOTHING, Ledger, plan_facts

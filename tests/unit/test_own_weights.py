@@ -74,7 +74,7 @@ def test_what_has_no_counterpart_is_said(tmp_path):
         ),
         (
             {"other": torch.ones(1)},
-            "holds no tensor of Net: it has other, and the model first.weight, first.bias, norm.weight, norm.bias and 5 more.",
+            "holds no tensor of Net: it has other, and the model first.weight, first.bias, norm.weight, norm.bias, norm.running_mean and 4 more.",
         ),
         ([1, 2], "weights.pt holds no tensors by name, as model.state_dict() returns them."),
     ],
