@@ -25,7 +25,7 @@ from hftune.data.columns import TEXTS, Role
 from hftune.data.files import model_folder_problems
 from hftune.data.hub import known
 from hftune.data.sources import Source, held_out_problems, mixture_problems, mixture_source
-from hftune.errors import ConfigError, DataError, format_value
+from hftune.errors import ConfigError, DataError, cut, format_value
 from hftune.metrics.records import rouge_names
 from hftune.tasks.dataset import DatasetTask
 
@@ -47,6 +47,8 @@ LARGE_BYTES = 2**27
 """Of a split that ``task.prepare=auto`` prepares as it is needed."""
 MAX_SHOWN = 500
 """Characters of a text in predictions.jsonl."""
+beginning = partial(cut, length=MAX_SHOWN)
+"""Returns what is shown of a text there."""
 
 
 @dataclass
@@ -695,11 +697,6 @@ def check_inputs(texts: Sequence[Any]) -> None:
             raise DataError(f"Input {index} is {what}. This model takes texts.")
         if not text.strip():
             raise DataError(f"Input {index} is an empty text.")
-
-
-def beginning(text: str, most: int = MAX_SHOWN) -> str:
-    """Return the first characters of a text, with an ellipsis if there are more."""
-    return text if len(text) <= most else f"{text[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], trained: Sequence[bool]) -> list[tuple[str, bool]]:
