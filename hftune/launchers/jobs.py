@@ -108,7 +108,7 @@ def load(words: list[str], job: Job) -> tuple[Recipe, list[str]]:
             processes, parts = count * job.processes_a_node, getattr(recipe.parallel, key)
             if processes % parts and (key, processes) != ("context", 1):  # one process computes alone
                 raise ConfigError(
-                    f"parallel.{key}={parts} does not divide {processes}, which {job.size} may be. Change either."
+                    f"parallel.{key}={parts} does not divide the number of processes: {processes} with {job.size}."
                 )
     job.name = job.name or re.sub(r"[^\w.-]+", "-", recipe.recipe)
     if job.cores is not None:

@@ -19,7 +19,6 @@ from hftune.errors import ConfigError
 from hftune.launchers.jobs import MARGIN_S, Job, launch_config, load, render
 from hftune.launchers.rendezvous import JOIN_TIMEOUT, PORT
 
-KINDS = ("job", "jobset", "trainjob")
 OUTPUTS = PurePosixPath("/outputs")
 """Where pods see the volume that outlives them."""
 NAMES = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?"
