@@ -30,12 +30,12 @@ from hftune.build import load_datasets
 from hftune.checkpoints.objects import check_bucket
 from hftune.config import Recipe
 from hftune.distributed.consistency import check_same, data_digests, fingerprint
-from hftune.distributed.network import outward_interfaces, own_addresses, resolve
+from hftune.distributed.network import PORT, outward_interfaces, own_addresses, resolve
 from hftune.distributed.preflight import check_writable
 from hftune.distributed.process_info import ProcessInfo, check_environment
 from hftune.distributed.session import Session
 from hftune.errors import ConfigError, first_line
-from hftune.launchers.rendezvous import PORT, owner_of
+from hftune.launchers.rendezvous import owner_of
 from hftune.run import fail, leave, outlive_readers
 from hftune.strategies.data_parallel import DataParallel
 from hftune.tracking.console import hide_progress_bars, print_any_character

@@ -16,6 +16,10 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 DESCRIPTORS = Path("/proc/self/fd")
 """Where Linux lists the open files of a process."""
 NCCL_CONF = "/etc/nccl.conf"
+PORT = 29500
+"""Where machines meet, if no other is given."""
+JOIN_TIMEOUT = "HFTUNE_JOIN_TIMEOUT_S"
+"""The variable that says how long they wait for each other."""
 
 
 class UnknownHost(ConfigError):

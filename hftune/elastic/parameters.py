@@ -20,14 +20,14 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from hftune.config import Recipe
 from hftune.distributed.consistency import fingerprint
-from hftune.distributed.network import is_own_address, outward_interfaces, resolve, route_to
+from hftune.distributed.network import PORT, is_own_address, outward_interfaces, resolve, route_to
 from hftune.distributed.rounds import AGENT_S, REFUSED
 from hftune.elastic.attendance import BEAT_S, KEEP_ALIVE_S, LAST_CALL_S, REGROUP_EVERY_S, RETURN_S, Attendance, Times
 from hftune.elastic.copies import Copies
 from hftune.elastic.membership import Machine
 from hftune.elastic.places import FolderPlace, Place, StorePlace, connect
 from hftune.errors import ConfigError
-from hftune.launchers.rendezvous import PORT, FixedRendezvous, join_timeout_s, leave
+from hftune.launchers.rendezvous import FixedRendezvous, join_timeout_s, leave
 
 MAX_KEEP_ALIVE_S = AGENT_S / 2
 """Of ``keep_alive``: processes wait for AGENT_S for their launcher to know who is lost."""

@@ -33,13 +33,13 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from hftune.distributed import rounds
 from hftune.distributed.failure_report import STOPPED
-from hftune.distributed.network import hang_up
+from hftune.distributed.network import JOIN_TIMEOUT, hang_up
 from hftune.distributed.signals import STARTED_BY
 from hftune.elastic.attendance import BEAT_S, CONNECT_S, LEAVE_S, PLACE_S, Attendance
 from hftune.elastic.membership import Machine, Membership, Phase, State
 from hftune.elastic.parameters import words_of_launcher
 from hftune.elastic.places import connect
-from hftune.launchers.rendezvous import JOIN_TIMEOUT, REMINDER_S, allow_open_files, leave, say
+from hftune.launchers.rendezvous import REMINDER_S, allow_open_files, leave, say
 
 FINISH_S = 300.0
 """For the other machines to finish, once this one has."""

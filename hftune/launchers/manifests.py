@@ -14,10 +14,10 @@ from typing import Any
 from hftune.config import Recipe
 from hftune.config.addresses import is_address
 from hftune.distributed.failure_report import STOPPED
+from hftune.distributed.network import JOIN_TIMEOUT, PORT
 from hftune.distributed.rounds import REFUSED
 from hftune.errors import ConfigError
 from hftune.launchers.jobs import MARGIN_S, Job, launch_config, load, render
-from hftune.launchers.rendezvous import JOIN_TIMEOUT, PORT
 
 OUTPUTS = PurePosixPath("/outputs")
 """Where pods see the volume that outlives them."""

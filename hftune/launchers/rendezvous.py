@@ -27,14 +27,12 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from hftune.distributed.network import UnknownHost, is_own_address, resolve, route_to
+from hftune.distributed.network import JOIN_TIMEOUT, PORT, UnknownHost, is_own_address, resolve, route_to
 from hftune.errors import ConfigError
 
-JOIN_TIMEOUT = "HFTUNE_JOIN_TIMEOUT_S"
 MACHINES = "HFTUNE_MACHINES"
 JOIN_TIMEOUT_S = 300.0  # people start the second machine by hand, and imports from a cold network disk take a minute
 DOCTOR_TIMEOUT_S = 25.0  # whoever runs the doctor wants an answer soon
-PORT = 29500
 ANSWER_S = 5.0  # for a program that accepts a connection to answer as a launcher's store does
 PATIENCE_S = 5.0  # before the first message
 REMINDER_S = 15.0

@@ -32,6 +32,7 @@ LINES = {
     "hftune train --help ch": ["checkpoint"],
     "hftune plan --device c": ["cpu", "cuda"],
     "hftune slurm --config fsdp_2": ["fsdp_2node"],
+    "hftune k8s --config fsdp_2": ["fsdp_2node"],
     "hftune configs 2c": ["2cpu"],
     "hftune plan --processes ": [],  # a number; not the keys of recipes
     "hftune audit mine": [],  # left to the shell: files

@@ -107,6 +107,8 @@ def test_arguments_of_every_command_are_refused_before_torch_is_imported(finishe
         ("verify", "nope.json"): "nope.json: there is no such file. hftune receipt RUN writes one.",
         ("vocab", "nope.txt", "--output", "words"): "nope.txt: there is no such file.",
         ("slurm", "recipe=nope", "--nodes", "1", "--gpus", "2"): "recipe=nope: there is no such recipe.",
+        ("k8s", "recipe=nope", "--image", "x", "--nodes", "1", "--cpu"): "recipe=nope: there is no such recipe.",
+        ("sky", "recipe=nope", "--nodes", "1", "--cpu"): "recipe=nope: there is no such recipe.",
         ("configs", "nope"): "nope: there is no such launch configuration.",
     }
     code = "import sys; from hftune import cli; from pathlib import Path\n"
