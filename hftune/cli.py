@@ -53,6 +53,7 @@ COMMANDS = {
     ),
     "eject": "write a run's training as one plain Python file of torch and transformers, with its samples and first weights",
     "merge": "add a run's adapters to the weights of their base model, and write the plain model",
+    "export": "write a run's model for ONNX Runtime, OpenVINO or vLLM, and compare its answers with the run's own",
     "push": "publish a run's best model on the Hugging Face Hub, with its model card, recipe and result",
     "report": "write the page that shows a run, or compares several: curves, predictions, confusion matrix, images",
     "compare": "say at which step runs diverge and why, and what their losses and metrics differ by beyond chance",
@@ -85,7 +86,7 @@ COMMANDS = {
 }
 """What each command does: the first sentence in the list of commands, all of it in its own help. Its module has its name."""
 
-LONG = ("train", "sample", "mine", "evaluate", "sweep", "folds", "replay", "verify")
+LONG = ("train", "sample", "mine", "evaluate", "export", "sweep", "folds", "replay", "verify")
 """Commands that go on if the reader of their output exits, or their terminal is closed; predict does so with ``--data``."""
 CLOSED = 141
 """Exit code of the others if the reader has gone, as in ``hftune configs | head -1``: 128 + SIGPIPE, as for other programs."""

@@ -5,12 +5,14 @@ The scoring is evaluation.py, which the loop calls, too: the numbers are the run
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from hftune.build import build_model, choose_strategy, load_datasets, load_reference, may_leave_weights
 from hftune.checkpoints.checkpointer import BrokenCheckpoint, Checkpoint, open_checkpoint
@@ -59,6 +61,7 @@ def evaluate(
     checkpoint: str | Path | None = None,
     split: str = "eval",
     show_samples: int = 0,
+    instead: Callable[[nn.Module, Any], nn.Module] | None = None,
 ) -> Score:
     """Evaluate on one of the recipe's splits. Every process of the job calls it with the same arguments.
 
@@ -67,6 +70,7 @@ def evaluate(
         checkpoint: folder of a checkpoint, on the main node. It is loaded as resuming would: data, model, then its weights.
         split: "eval", "eval/NAME" for one of ``eval.sets``, or "test".
         show_samples: number of samples to draw, see ``Evaluation.images``.
+        instead: called with the finished model and the split; what it returns is evaluated in the model's place.
 
     Raises:
         ConfigError: the recipe cannot be run here; or there is no such model, checkpoint or split, or it does not fit.
@@ -97,6 +101,9 @@ def evaluate(
             built = build_model(recipe, leaves_weights=may_leave_weights(recipe))
         elif recipe.train.compile:
             compile_model(built)
+        if instead is not None:
+            session.progress.stage("exporting the model")
+            built = instead(built, datasets[split])
         accelerator = session.join()
         reference, named = None, recipe.train.reference is not None
         if recipe.task.reference_fields and (named or checkpoint is None):
