@@ -9,8 +9,9 @@ import argparse
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from hftune.commands.arguments import add_trust_code, check_single, local_path
+from hftune.commands.arguments import add_trust_code, check_at_least_1, check_single, local_path
 from hftune.errors import ConfigError
 
 FORMATS = {"onnx": ("onnx", "onnxruntime", "onnxscript"), "openvino": ("openvino",), "vllm-ready": ()}
@@ -33,13 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.02,
         help="most that fewer bits may worsen eval.metric, as a share of it; a larger loss is refused (default %(default)s)",
     )
-    parser.add_argument("--split", default="eval", help="split to compare the answers on: eval, test or one of eval.sets")
+    parser.add_argument(
+        "--split", default="eval", help="split to compare the answers on: eval, test or eval/NAME of eval.sets (default eval)"
+    )
+    parser.add_argument("--samples", type=int, help="compare on so many of its samples only (default: all)")
     add_trust_code(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Export, compare, and print what the comparison found and where the model is. One that differs is not left there."""
     check_single("hftune export")
+    check_at_least_1(options, "samples")
     if options.quantize and options.format != "onnx":
         raise ConfigError(f"--quantize {options.quantize} is for --format onnx, not for {options.format}.")
     if options.dtype and options.format != "vllm-ready":
@@ -55,6 +60,11 @@ def run(options: argparse.Namespace) -> int:
     output = options.output or run_folder / name
     if output.exists():
         raise ConfigError(f"{output} is there already. Remove it, or name a new folder: --output.")
+    if options.samples is not None:
+        task: Any = recipe.task
+        if not hasattr(task, "max_eval_samples") or options.split == "test":
+            raise ConfigError(f"--samples {options.samples} needs a task with max_eval_samples, and a split that it counts.")
+        task.max_eval_samples = options.samples
     os.environ["ACCELERATE_USE_CPU"] = "true"  # both models are compared, and timed, on the same device
     from hftune.commands.export_check import export  # imports torch: only once the arguments are known to be valid
 

@@ -36,17 +36,8 @@ from hftune.tracking.jsonl import strict_json
 
 COMPARISON = "comparison.json"
 """File in the exported folder: what the comparison found."""
-NOT_TAKEN = (
-    "*.safetensors",
-    "*.bin",
-    "*.index.json",
-    "adapter*",
-    "base*",
-    "config.json",
-    "generation_config.json",
-    "model_config",
-    "README.md",
-)
+WEIGHTS = ("*.safetensors", "*.bin", "*.index.json", "adapter", "adapter_config.json", "base", "base.json", "model_config")
+ABOUT = ("config.json", "generation_config.json", "README.md")
 """Files of the run's model that an export leaves out: weights, and what is about them. Tokenizers and processors it takes."""
 SHARES = ("equal_answers", "equal_next_tokens")
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
@@ -146,7 +137,6 @@ def export(recipe: Recipe, folder: Path, run: Path, output: Path, options: argpa
     if is_graph and (writes or hasattr(type(task), "evaluation_inputs")):
         raise ConfigError(WRITES)
     hide_reports()
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # names the optional packages that are not there
     torch.set_num_threads(1)
     recipe = replace(recipe, train=replace(recipe.train, mixed_precision="no", compile=False, head_loss="whole"))
     pairs: list[Pair] = []
@@ -170,7 +160,7 @@ def export(recipe: Recipe, folder: Path, run: Path, output: Path, options: argpa
             pairs.append(pair)
             return pair
 
-        copytree(source, temporary, ignore=ignore_patterns(*NOT_TAKEN))
+        copytree(source, temporary, ignore=ignore_patterns(*WEIGHTS, *ABOUT))
         theirs = evaluate(recipe, folder, split=options.split, instead=exported)
         ours = evaluate(recipe, folder, split=options.split)
         found = summary(ours, theirs, *pairs)
@@ -209,6 +199,7 @@ def write_graph(task: Task, model: nn.Module, batches: list[Any], folder: Path, 
 
         given["quantizer"] = OnnxRuntimeQuantizer(OnnxRuntimeDynamicConfig())
     config = {"onnx": exporters.OnnxConfig, "openvino": exporters.OpenVINOConfig}[options.format](**given)
+    logging.disable(logging.WARNING)  # of optional packages that are not there, and of advice
     try:
         with redirect_stdout(io.StringIO()), catch_warnings(action="ignore"):
             graph = exporters.AutoHfExporter.from_config(config).export(model, example, config)
@@ -216,6 +207,8 @@ def write_graph(task: Task, model: nn.Module, batches: list[Any], folder: Path, 
         kind = type(model).__name__
         whose = f"{kind} of {type_name(type(task))}"
         raise ConfigError(f"transformers cannot export {whose} to {options.format}: {first_line(error)}") from error
+    finally:
+        logging.disable(logging.NOTSET)
     if getattr(graph.config, "model_type", None) not in CONFIG_MAPPING:
         graph.config = None  # of a network of one's own: it could not be read back
     graph.save_pretrained(folder)
@@ -236,8 +229,10 @@ def write_folder(task: Task, model: Any, folder: Path, dtype: torch.dtype) -> An
 
     kind = type(model)
     known = getattr(transformers, kind.__name__, None)
-    if known is None or not kind.can_generate() or not kind.is_backend_compatible():
+    if known is None or not kind.can_generate():
         raise ConfigError(f"--format vllm-ready is for decoders of transformers that write texts, and not for {kind.__name__}.")
+    if not kind.is_backend_compatible():
+        print(note(f"vLLM needs code of its own for {kind.__name__}: it cannot replace the attention of transformers' there."))
     task.save(model.to(dtype), folder)
     return known.from_pretrained(folder, dtype="auto").eval()
 
@@ -287,7 +282,7 @@ def problem(recipe: Recipe, found: Mapping[str, Any], is_exact: bool, max_drop: 
         if difference <= BOUND * size:
             return None
         return f"Its outputs are up to {difference:.1e} from the run's; at most {BOUND * size:.1e} is rounding."
-    name = recipe.eval.metric
+    name = recipe.eval.metric if recipe.eval.metric in found["metrics"] else "loss"
     ours, theirs = found["metrics"][name]
     drop = (ours - theirs if recipe.greater_is_better else theirs - ours) / (abs(ours) or 1.0)
     if drop <= max_drop:
