@@ -16,8 +16,6 @@ from hftune.errors import ConfigError
 
 FORMATS = {"onnx": ("onnx", "onnxruntime", "onnxscript"), "openvino": ("openvino",), "vllm-ready": ()}
 """Each with the packages that write it and run it here."""
-BOUND = 1e-3
-"""Furthest that an output of float32 may be from the run's, as a share of the largest one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 
 from hftune.atomic import atomic_path, explain_write_errors
 from hftune.checkpoints.export import readable
-from hftune.commands.export import BOUND
 from hftune.config.recipe import Recipe, type_name
 from hftune.errors import ConfigError, TrainingError, first_line, is_number
 from hftune.evaluation import plan_evaluation
@@ -34,6 +33,8 @@ from hftune.tasks.chats import Chats
 from hftune.tracking.console import hide_reports, note, short, table
 from hftune.tracking.jsonl import strict_json
 
+BOUND = 1e-3
+"""Furthest that an output of float32 may be from the run's, as a share of the largest one."""
 COMPARISON = "comparison.json"
 """File in the exported folder: what the comparison found."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.index.json", "adapter", "adapter_config.json", "base", "base.json", "model_config")

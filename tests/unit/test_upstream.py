@@ -583,7 +583,7 @@ TABLE = [
     ),
     Upstream(
         "torch.utils._pytree.tree_leaves",
-        "planning models tasks",
+        "planning commands models tasks",
         "the tensors of any outputs, and of what rows are made of",
         NO_ISSUE,
         leaves_of_nested_values,
