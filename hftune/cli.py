@@ -133,7 +133,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             hint = f" To train: hftune train {' '.join(argv)}"
         elif word in recipe_names():
             hint = f" To train: hftune train recipe={' '.join(argv)}"
-        raise ConfigError(f"{word!r} is not a command. Commands: {', '.join(COMMANDS)}.{hint}")
+        raise ConfigError(f"{word!r} is not a command.{hint or ' Commands: ' + ', '.join(COMMANDS) + '.'}")
     root = parser(argv[0] if argv else None)
     options, rest = root.parse_known_args(argv)
     takes_recipe = hasattr(options, "words")

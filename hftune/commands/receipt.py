@@ -15,13 +15,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the receipt, and say how to sign it."""
+    from hftune.replay.differences import count
     from hftune.replay.receipt import NAME, make_receipt, write_receipt
 
     path = options.output or options.folder / NAME
     receipt = make_receipt(options.folder)
     write_receipt(receipt, path)
     print(
-        f"{path}: {receipt.num_lines:,} lines of the ledger, {len(receipt.checkpoints)} checkpoints, "
+        f"{path}: {receipt.num_lines:,} lines of the ledger, {count(len(receipt.checkpoints), 'checkpoint')}, "
         f"{len(receipt.exports)} files of models."
     )
     print("Sign it and publish it before the verifier chooses what to check; for example:")

@@ -88,7 +88,7 @@ def _columns(section: str, type_: type) -> str:
 
 def markdown() -> str:
     """Return the whole reference as a page."""
-    pages = [INTRODUCTION, _page("Top level", "", RunConfig)]
+    pages = [INTRODUCTION.format(checkpoint=section_text("checkpoint")), _page("Top level", "", RunConfig)]
     pages += [_page(f"`{name}`", name, type_) for name, type_ in SECTIONS.items()]
     pages += [_page(f"`task`: {kind}", "task", type_) for kind, type_ in task_types().items()]
     return "\n".join(pages)
@@ -96,8 +96,13 @@ def markdown() -> str:
 
 INTRODUCTION = """# Configuration
 
+```console
+$ python -m hftune.run --help checkpoint
+{checkpoint}
+```
+
 Every key of a recipe with its default. Any of them can be set in a recipe file or on the command line, as
-`train.lr=3e-5`. `python -m hftune.run --help train` prints one section in the terminal.
+`train.lr=3e-5`; `--help` and a section print its keys in the terminal.
 
 This page is generated from the code by `make docs`.
 """

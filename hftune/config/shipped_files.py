@@ -25,7 +25,7 @@ def recipe_path(source: str | Path, key: str = "recipe") -> Path:
     """Resolve a shipped recipe's name, or a path that ends in .yaml, to a file.
 
     Raises:
-        ConfigError: no such file or recipe; the message lists the shipped ones.
+        ConfigError: no such file or recipe.
     """
     given = Path(source).expanduser()
     if given.suffix in (".yaml", ".yml"):
@@ -44,8 +44,8 @@ def recipe_path(source: str | Path, key: str = "recipe") -> Path:
     if (given / "recipe.yaml").exists():
         hint = f" Did you mean {key}={given / 'recipe.yaml'}?"
     raise ConfigError(
-        f"{key}={source}: there is no such recipe.{hint} Shipped: {', '.join(recipe_names())}. "
-        "For a file of your own give its path, ending in .yaml."
+        f"{key}={source}: there is no such recipe.{hint} hftune recipes lists those that ship with hftune. "
+        "For a file of your own, give its path, ending in .yaml."
     )
 
 

@@ -29,6 +29,7 @@ from hftune.distributed.signals import STARTED_BY, handling
 from hftune.errors import ConfigError, DataError, Interrupted, TrainingError
 from hftune.launchers.forks import Wanted, how_it_ended
 from hftune.tracking.console import is_terminal
+from hftune.tracking.facts import COMMAND, command
 
 if TYPE_CHECKING:
     from hftune.checkpoints.output_dir import TrainResult
@@ -170,7 +171,7 @@ def check_not_launched() -> None:
 def environment() -> dict[str, str]:
     """Return the environment of the processes: whom they end with, the caller's module search path, and unbuffered output."""
     modules = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-    own = {STARTED_BY: str(os.getpid()), "PYTHONPATH": modules}
+    own = {STARTED_BY: str(os.getpid()), COMMAND: command(), "PYTHONPATH": modules}
     return {**os.environ, **own, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
 
 

@@ -86,7 +86,8 @@ def findings(comparison: Comparison) -> Iterator[Finding]:
     else:
         rows = [["", "diverges in step", "likely cause", f"training loss, less that of {comparison.runs[0].name}"]]
         for pair in comparison.pairs:
-            likely = [f"{cause.kind}: {cause.text}" for cause in pair.divergence.causes if cause.is_likely]
+            causes = [cause for cause in pair.divergence.causes if cause.is_likely and pair.divergence.step]
+            likely = [one.text if one.text.startswith(one.kind) else f"{one.kind}: {one.text}" for one in causes]
             interval = pair.training.interval if pair.training else None
             loss = plus_minus(interval) if interval else f"{pair.training.mean:+.4g}" if pair.training else ""
             step = f"{pair.divergence.step:,}" if pair.divergence.step else "never"
@@ -129,7 +130,7 @@ def pair_findings(pair: Pair) -> Iterator[Finding]:
         rows = [["training loss", "A", "B", "B less A"]]
         for first, last, a, b in pair.training.stretches:
             steps = f"steps {first:,} to {last:,}" if first < last else f"step {first:,}"
-            rows.append([steps, f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}"])
+            rows.append([steps, f"{a:.4f}", f"{b:.4f}", f"{round(b - a, 4) + 0.0:+.4f}"])
         yield Finding("Training losses", [rows, training_sentence(pair.training)])
     evaluation = pair.evaluation
     steps = " | ".join("none" if step is None else f"{step:,}" for step in evaluation.steps)

@@ -34,7 +34,11 @@ def comparison_sections(runs: Sequence[RunRecord], are_selected: bool = False) -
         for index, run in enumerate(runs)
         if "eval" in run.log.matrices
     ]
-    names = "A is {}, B is {}." if len(runs) == 2 else "Each run is compared with {}. hftune compare shows two runs in full."
+    names = (
+        "A is {}, B is {}."
+        if len(runs) == 2
+        else "Each run is compared with the first, {}. For more on two of them: hftune compare A B"
+    )
     return [
         comparison_section(runs),
         section("How they compare", text(names.format(*(run.name for run in runs))), bullets(remarks(compared))),

@@ -28,6 +28,7 @@ from hftune.reporting.blocks import (
 from hftune.reporting.charts import make_charts, notes_on_curves, point_limit
 from hftune.reporting.confusion import confusion, data_uri
 from hftune.tracking.console import duration
+from hftune.tracking.summary import PRECISIONS
 
 OPEN_ROWS = 10
 """Rows with large errors that are shown at once; the others unfold."""
@@ -72,7 +73,8 @@ def key_facts(run: RunRecord) -> list[tuple[str, str, str]]:
     if is_number(seconds := run.result.get("seconds")):
         found.append(("Time", duration(seconds), "with evaluations"))
     if (speed := run.log.curves.get("perf/samples_per_s")) and speed.finite().size:
-        found.append(("Samples/s", number(float(speed.finite().mean())), "mean while training"))
+        seconds = 1 / speed.finite().clip(min=1e-9)  # of a sample, in each stretch: a mean of speeds would forget slow ones
+        found.append(("Samples/s", number(float(1 / seconds.mean())), "in training"))
     if processes := run.facts.get("processes") or run.result.get("world_size"):
         device, nodes = run.facts.get("device"), run.facts.get("nodes")
         remarks = [f"on {device}"] if device else []
@@ -300,10 +302,10 @@ def setup_section(run: RunRecord) -> Section | None:
         "Steps": known.get("num_steps"),
         "Steps per epoch": known.get("steps_per_epoch"),
         "Global batch": recipe.get("train.batch_size"),
-        "Learning rate": recipe.get("train.lr"),
+        "Learning rate": str(recipe.get("train.lr")),
         "Schedule": recipe.get("train.schedule"),
         "Optimizer": recipe.get("train.optimizer"),
-        "Precision": known.get("precision", recipe.get("train.mixed_precision")),
+        "Precision": PRECISIONS.get(precision := known.get("precision", recipe.get("train.mixed_precision")), precision),
         "Seed": recipe.get("seed"),
         "Started": moment(known.get("started")),
         "Processes": known.get("processes"),

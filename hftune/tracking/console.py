@@ -128,8 +128,8 @@ class Console(Callback):
             print(text, flush=True)
 
     def _position(self, step: int, epoch: float) -> list[str]:
-        total = f"step {self.num_steps}/{self.num_steps}"
-        return [f"{f'step {step}/{self.num_steps}':<{len(total)}}", f"epoch {epoch:.2f}"]
+        total, last = f"step {self.num_steps}/{self.num_steps}", epoch / max(step, 1) * self.num_steps
+        return [f"{f'step {step}/{self.num_steps}':<{len(total)}}", f"epoch {epoch:<{len(f'{last:.2f}')}.2f}"]
 
     def _cell(self, name: str, value: float) -> str:
         """Return name and value, as wide as any value of that name so far."""

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 NAME = "run.json"
+COMMAND = "HFTUNE_COMMAND"
+"""Environment variable with what was typed, for processes that hftune starts: their own words name a temporary file."""
 VARIABLES = ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
 """Environment variables that choose kernels without torch knowing."""
 GIT_S = 5.0
@@ -49,14 +51,17 @@ def differing(folders: Iterable[Path], *names: str) -> tuple[str, Path, Path] | 
 
 
 def command() -> str:
-    """Return the command of this process, as one would type it; of a program that is not hftune, no more than its name.
+    """Return the command of this process, or of hftune's own launcher, as one would type it; of other programs, only the name.
 
     What it shows may be published: secrets are left out, and the words of a stranger may be anything.
     """
+    if COMMAND in os.environ:
+        return os.environ[COMMAND]
     words = sys.orig_argv[1:]
     if not any(word.startswith("hftune.") or Path(word).name == "hftune" for word in words[:3]):
         return shlex.join(["python", Path(sys.argv[0]).name])
-    return shlex.join(["python", *map(without_secrets, words)])
+    typed = ["hftune", *words[1:]] if Path(words[0]).name == "hftune" else ["python", *words]
+    return shlex.join(map(without_secrets, typed))
 
 
 def git_state() -> dict[str, Any] | None:

@@ -160,14 +160,34 @@ def test_recipes_that_fit_are_shown_as_they_are_printed(tmp_path, monkeypatch, c
     assert said.startswith(first) and said.rstrip().endswith(last.rstrip())
 
 
-def test_refusal_shown_is_the_one_given(tmp_path, monkeypatch, capsys):
+REFUSALS = [
+    (page, block)
+    for page, text in PAGES.items()
+    for block in blocks(text, "console")
+    if block.startswith("$ hftune train") and block.partition("\n")[2].startswith("hftune: ")
+]
+
+
+@pytest.mark.parametrize(("page", "shown"), REFUSALS, ids=[page for page, _ in REFUSALS])
+def test_refusal_shown_is_the_one_given(page, shown, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (shown,) = [block for block in blocks(PAGES["docs/quickstart.md"], "console") if "hftune: Recipe" in block]
     command, *lines = shown.splitlines()
     assert cli.main(command.removeprefix("$ hftune ").split()) == 2
     assert capsys.readouterr().err.splitlines() == lines
-    in_readme = shown.replace("$ hftune train", "$ python -m hftune.run")
-    assert textwrap.indent(in_readme, "    ") in PAGES["README.md"]
+    if page == "docs/quickstart.md":
+        in_readme = shown.replace("$ hftune train", "$ python -m hftune.run")
+        assert textwrap.indent(in_readme, "    ") in PAGES["README.md"]
+
+
+@pytest.mark.parametrize("page", SITE)
+def test_page_opens_with_a_command_or_code_and_what_it_prints(page):
+    lines = PAGES[page].splitlines()
+    starts = [place for place, line in enumerate(lines) if re.match("```[a-z]", line)]
+    assert starts and starts[0] <= 20, "no code on the first screen"
+    top = "\n".join(lines[:60])
+    prompted = re.findall(r"^```console\n(.*?)^```", top, flags=re.DOTALL | re.MULTILINE)
+    is_answered = any(re.search(r"^(?!\$ )", block, flags=re.MULTILINE) for block in prompted)
+    assert is_answered or "```text" in top or "| step |" in top, "nothing that is printed on the first screens"
 
 
 PLAN = re.compile(r"^```bash\n(hftune plan [^\n]+)\n```\n+```text\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)

@@ -442,6 +442,11 @@ def verdicts(text: str) -> dict[str, str]:
 
 INTRODUCTION = """# What goes with what
 
+```console
+$ hftune train recipe=chats_demo adapter.type=lora parallel.pipeline_stages=2
+hftune: adapter.type=lora does not work with parallel.pipeline_stages=2. Leave it at 1: DDP and FSDP train adapters.
+```
+
 This page is made by trying: `python -m tests.support.composition > docs/composition.md` trains two steps and an evaluation with
 each two features, and with each task and some features, on CPUs and models of a few thousand weights. A part of it is tried
 again by `make test`.

@@ -47,7 +47,7 @@ def commands(text: str) -> Iterator[list[str]]:
 def _lines(block: str) -> Iterator[str]:
     lines = re.sub(r"\\\n\s*", "", block).splitlines()
     for line, after in zip(lines, [*lines[1:], ""], strict=True):
-        if not after.strip().startswith("hftune: Recipe"):
+        if not after.strip().startswith("hftune: "):
             yield line
 
 

@@ -73,7 +73,7 @@ class NoTask:
 
 SECTIONS = "Sections: task, train, adapter, eval, checkpoint, parallel, track. Keys at the top: base, replace, recipe, seed, output_dir, resume, callbacks."
 TASKS = f"Shipped: {', '.join(tasks.__all__)}."
-SHIPPED = f"Shipped: {', '.join(recipe_names())}. For a file of your own give its path, ending in .yaml."
+SHIPPED = "hftune recipes lists those that ship with hftune. For a file of your own, give its path, ending in .yaml."
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def command_of(monkeypatch, *words):
     [
         (["-m", "hftune.run", "recipe=yelp", "track.notes=a b"], "python -m hftune.run recipe=yelp 'track.notes=a b'"),
         (["-u", "-m", "hftune.cli", "train"], "python -u -m hftune.cli train"),
-        (["/opt/bin/hftune", "train", "recipe=yelp"], "python /opt/bin/hftune train recipe=yelp"),
+        (["/opt/bin/hftune", "train", "recipe=yelp"], "hftune train recipe=yelp"),
         (["-m", "hftune.run", "task.data_files.train=https://me:pw@host/x"], "python -m hftune.run task.data_files.train=https://me:...@host/x"),
         (["/home/me/mine.py", "--api-key", "sk-1"], "python mine.py"),
         (["-c", "key = 'sk-1'; import hftune"], "python -c"),

@@ -97,6 +97,7 @@
   /* The series of a chart, several for a line: its points, faint if it is smoothed, the smoothed ones, and the best one. */
   function seriesOf(chart, isLog) {
     const found = [];
+    const thicker = runs.length > 1 && chart.lines.length <= 3 ? 2 : 0; // below: runs that coincide can all be seen
     chart.lines.forEach((line, index) => {
       const drawn = ([steps, values]) => [
         steps.map((step) => across(line, step)),
@@ -114,7 +115,7 @@
         ...common,
         data: [meanXs, isSmooth ? smoothed(means, view.smoothing) : ys],
         stroke,
-        width: 1.75,
+        width: 1.75 + thicker * (chart.lines.length - 1 - index),
         isMain: true,
         points: isShort ? { show: true, size: 6, fill: stroke, stroke } : { show: false },
       });
@@ -443,6 +444,8 @@
   }
   setTheme(theme);
   dark.onchange = () => setTheme(theme);
+  onbeforeprint = () => setTheme("light");
+  onafterprint = () => setTheme(theme);
   $("theme").onclick = () => {
     theme = $("theme").textContent.toLowerCase();
     try {
