@@ -293,6 +293,7 @@ def mixture_rows(run: RunRecord) -> list[list[Any]]:
 def setup_section(run: RunRecord) -> Section | None:
     """Return what was trained on what, by which versions."""
     recipe, known = run.recipe, run.facts
+    lr = recipe.get("train.lr")
     chosen = {
         "Task": recipe.get("task.type"),
         "Model": recipe.get("task.model"),
@@ -302,7 +303,7 @@ def setup_section(run: RunRecord) -> Section | None:
         "Steps": known.get("num_steps"),
         "Steps per epoch": known.get("steps_per_epoch"),
         "Global batch": recipe.get("train.batch_size"),
-        "Learning rate": str(recipe.get("train.lr")),
+        "Learning rate": str(lr) if is_number(lr) else lr,  # as it is written
         "Schedule": recipe.get("train.schedule"),
         "Optimizer": recipe.get("train.optimizer"),
         "Precision": PRECISIONS.get(precision := known.get("precision", recipe.get("train.mixed_precision")), precision),

@@ -186,7 +186,7 @@ def test_page_opens_with_a_command_or_code_and_what_it_prints(page):
     assert starts and starts[0] <= 20, "no code on the first screen"
     top = "\n".join(lines[:60])
     prompted = re.findall(r"^```console\n(.*?)^```", top, flags=re.DOTALL | re.MULTILINE)
-    is_answered = any(re.search(r"^(?!\$ )", block, flags=re.MULTILINE) for block in prompted)
+    is_answered = any(re.search(r"^(?!\$ ).+", block, flags=re.MULTILINE) for block in prompted)
     assert is_answered or "```text" in top or "| step |" in top, "nothing that is printed on the first screens"
 
 

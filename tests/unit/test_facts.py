@@ -7,6 +7,7 @@ import pytest
 
 from hftune import cli
 from hftune.checkpoints.output_dir import remove_samples
+from hftune.launchers.local import environment
 from hftune.task import ask
 from hftune.tracking import facts
 from tests.support.tasks import Tagging
@@ -37,6 +38,12 @@ def command_of(monkeypatch, *words):
 )  # fmt: skip
 def test_the_command_is_that_of_hftune_without_secrets(monkeypatch, words, shown):
     assert command_of(monkeypatch, *words) == shown
+
+
+def test_processes_that_hftune_starts_know_what_was_typed(monkeypatch):
+    typed = command_of(monkeypatch, "/opt/bin/hftune", "train", "recipe=yelp", "--processes", "2")
+    monkeypatch.setenv(facts.COMMAND, environment()[facts.COMMAND])
+    assert command_of(monkeypatch, "-m", "hftune.run", "recipe=/tmp/hftune-launch-x/recipe.yaml") == typed
 
 
 def test_odd_values_and_letters_stop_no_run(tmp_path):

@@ -125,6 +125,13 @@ def test_page_of_a_finished_run_shows_its_numbers(make_run):
     assert "accelerate launch -m hftune.run recipe=yelp_demo" in found.text("code")
 
 
+def test_speed_precision_and_learning_rate_are_as_the_terminal_has_them(make_run):
+    speeds = [{"step": step, "perf/samples_per_s": speed} for step, speed in ((7, 100.0), (8, 300.0))]  # as many samples each
+    found = Page(page([make_run(metrics=speeds, facts={"precision": "no"}, recipe="recipe: a\ntrain: {lr: 0.004}\n")]))
+    tiles = dict(zip(found.text("dt"), found.text("dd"), strict=True))
+    assert (tiles["Samples/s"], tiles["Precision"], tiles["Learning rate"]) == ("150.0in training", "float32", "0.004")
+
+
 def test_best_is_marked_in_the_curve_while_the_run_is_going_on(make_run):
     folder = make_run(metrics=EVALUATIONS, facts={"num_steps": 12})
     (folder / "model").mkdir()
