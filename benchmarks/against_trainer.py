@@ -5,9 +5,10 @@
 FOLDER holds the real data, in the folders yelp and images; without it, and where it has none for a task, samples are generated.
 Both start from the same new weights, with the same optimizer, schedule, clipping and batch, in float32. transformers' Trainer
 shuffles, pads and prepares images in every epoch as it does by default, with the model as transformers builds it; a model is
-scored by its task's own metrics. Each round has another seed. "samples/s" are those of training alone on one thread, from the
-end of the second step to the end of the last, without evaluations, saving and the loading of libraries. hftune checks or
-decodes images once, before the training: the first round's time includes it. Both decode recordings before the training.
+scored by its task's own metrics. Each round has another seed. The two train in processes of their own and take turns after
+each step. "samples/s" are those of training alone on one thread, from the end of the second step to the end of the last,
+without evaluations, saving and the loading of libraries. hftune checks or decodes images once, before the training: its time
+includes it. Both decode recordings before the training.
 
 chats: TRL's SFTTrainer packs whole chats by best fit into rows of task.max_length tokens, its default, and starts positions
 again with each chat. On a CPU, transformers makes a mask of that, so that no chat sees another, and SDPA computes all scores of
@@ -26,14 +27,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from bert_on_reviews import quiet
-from contest import take_turns
+from contest import Stopwatch, side_by_side
 from record import parse_options, print_table, save
 from sft_scale import shifted
 
@@ -136,8 +136,6 @@ CASES = {
         library="sentence_transformers",
     ),
 }
-WARM_UP = 2
-"""First steps that are not timed: libraries choose kernels, fill caches, and hftune collects garbage once."""
 
 
 def main() -> None:
@@ -147,18 +145,16 @@ def main() -> None:
         raise SystemExit(2)
     os.environ["ACCELERATE_USE_CPU"] = "true"
     quiet()
-    import torch
-
-    torch.set_num_threads(1)
     rows, measured = [], {}
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             case = CASES[name]
-            contenders = {"hftune": train_ours, TRAINERS[case.library]: train_theirs}
-            results = take_turns(
-                {who: partial(run, name, options, Path(folder), train) for who, train in contenders.items()}, options.rounds
-            )
-            (scores, speeds), (their_scores, their_speeds) = (zip(*found, strict=True) for found in results.values())
+            contenders = ("hftune", TRAINERS[case.library])
+            turns = [
+                side_by_side((train_ours, train_theirs), name, words_of(name, options, Path(folder), turn))
+                for turn in range(options.rounds)
+            ]
+            (scores, speeds), (their_scores, their_speeds) = (zip(*found, strict=True) for found in zip(*turns, strict=True))
             ratios = [ours / theirs for ours, theirs in zip(speeds, their_speeds, strict=True)]
             ratio = f"{median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
             for who, found, fast in zip(contenders, (scores, their_scores), (speeds, their_speeds), strict=True):
@@ -193,20 +189,8 @@ def parse() -> argparse.Namespace:
     return parse_options(parser, smoke={"rounds": 1, "train": 192, "evaluate": 32, "max_epochs": 1})
 
 
-def run(
-    name: str,
-    options: argparse.Namespace,
-    folder: Path,
-    train: Callable[[Any, str], tuple[float, float]],
-    turn: int,
-) -> tuple[float, float]:
-    return train(recipe_of(name, options, folder, turn), CASES[name].metric)
-
-
-def recipe_of(name: str, options: argparse.Namespace, folder: Path, turn: int) -> Any:
-    """Build the recipe that both train, with a seed for each round."""
-    from hftune import Recipe
-
+def words_of(name: str, options: argparse.Namespace, folder: Path, turn: int) -> list[str]:
+    """Write the files that both read, and return the settings of the recipe that both train, with a seed for each round."""
     case = CASES[name]
     words = [*COMMON, *case.settings, *(word.format(options.data) for word in case.real if options.data), f"seed={1 + turn}"]
     if name == "images":
@@ -216,7 +200,18 @@ def recipe_of(name: str, options: argparse.Namespace, folder: Path, turn: int) -
     words += [f"task.max_train_samples={min(case.samples, options.train)}", f"task.max_eval_samples={options.evaluate}"]
     if options.max_epochs:
         words += [f"train.epochs={options.max_epochs}", "eval.every=epoch"]
-    return Recipe.load(case.recipe, *words)
+    return words
+
+
+def recipe_of(name: str, words: list[str]) -> Any:
+    """Return the recipe, in a process that computes on one thread."""
+    import torch
+
+    from hftune import Recipe
+
+    quiet()
+    torch.set_num_threads(1)
+    return Recipe.load(CASES[name].recipe, *words)
 
 
 def image_folder(options: argparse.Namespace, folder: Path) -> Path:
@@ -255,41 +250,43 @@ def chat_files(options: argparse.Namespace, folder: Path) -> dict[str, Path]:
     return files
 
 
-def train_ours(recipe: Any, metric: str) -> tuple[float, float]:
+def train_ours(stopwatch: Stopwatch, name: str, words: list[str]) -> tuple[float, float]:
     """Train with hftune; return the last metric, and samples a second."""
     from hftune import Callback, train
 
-    class Stopwatch(Callback):
+    class Steps(Callback):
         def on_step(self, step: Any) -> None:
-            self.steps = step.step
-            if step.step > WARM_UP:
-                self.seconds += step.seconds
+            stopwatch.end_step()
 
+    recipe = recipe_of(name, words)
     _ = recipe.task.rows  # generated or listed before the clock starts, as for the others
-    stopwatch, began = Stopwatch(), time.perf_counter()
+    began = time.perf_counter()
     num_samples = len(recipe.task.datasets()["train"])  # decodes images
-    stopwatch.seconds = time.perf_counter() - began if hasattr(recipe.task, "image_column") else 0.0
+    if hasattr(recipe.task, "image_column"):
+        stopwatch.seconds = time.perf_counter() - began
     with tempfile.TemporaryDirectory() as folder:
         recipe.output_dir = folder
-        result = train(recipe, [stopwatch])
-    return result.metrics[metric], num_samples * recipe.train.epochs * (1 - WARM_UP / stopwatch.steps) / stopwatch.seconds
+        result = train(recipe, [Steps()])
+    return result.metrics[CASES[name].metric], speed(stopwatch, num_samples * recipe.train.epochs)
 
 
-def train_theirs(recipe: Any, metric: str) -> tuple[float, float]:
+def speed(stopwatch: Stopwatch, num_samples: int) -> float:
+    return num_samples * (1 - stopwatch.WARM_UP / stopwatch.steps) / stopwatch.seconds
+
+
+def train_theirs(stopwatch: Stopwatch, name: str, words: list[str]) -> tuple[float, float]:
     """Train with the other trainer from the same weights; return the metric, by the task's rules, and samples a second."""
     import torch
     from transformers import TrainerCallback
 
     from hftune.build import load_datasets
 
-    class Stopwatch(TrainerCallback):
+    class Steps(TrainerCallback):
         def on_step_end(self, arguments: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            now = time.perf_counter()
-            if state.global_step <= WARM_UP:
-                self.began = now
-            self.seconds = now - self.began
+            stopwatch.end_step()
 
-    datasets, config, stopwatch = load_datasets(recipe), recipe.train, Stopwatch()
+    recipe = recipe_of(name, words)
+    datasets, config = load_datasets(recipe), recipe.train
     torch.manual_seed(recipe.seed)
     model = recipe.task.build_model()  # as transformers has it: hftune.build would replace its dropout by a faster one
     with tempfile.TemporaryDirectory() as folder:
@@ -314,10 +311,10 @@ def train_theirs(recipe: Any, metric: str) -> tuple[float, float]:
             "disable_tqdm": True,
         }
         trainer, model = trainer_of(recipe, model, datasets["train"], settings, Path(folder))
-        trainer.add_callback(stopwatch)
+        trainer.add_callback(Steps())
         trainer.train()
-    num_samples = len(datasets["train"]) * config.epochs * (1 - WARM_UP / trainer.state.global_step)
-    return score(recipe.task, model, datasets["eval"])[metric], num_samples / stopwatch.seconds
+    found = score(recipe.task, model, datasets["eval"])[CASES[name].metric]
+    return found, speed(stopwatch, len(datasets["train"]) * config.epochs)
 
 
 def trainer_of(recipe: Any, model: Any, dataset: Any, settings: dict[str, Any], folder: Path) -> tuple[Any, Any]:
