@@ -200,13 +200,25 @@ class ValidGroupNorm(nn.GroupNorm):
         return (x_BCF * self.weight[:, None] + self.bias[:, None]).to(input.dtype)
 
 
-def ignore_padding(model: nn.Module) -> None:
-    """Let the feature encoders of wav2vec 2.0 and its kin with ``feat_extract_norm=group`` leave out padding, in place."""
+def prepare_encoders(model: nn.Module) -> None:
+    """Let the feature encoders of wav2vec 2.0 and its kin compute nothing in vain, in place.
+
+    Those with ``feat_extract_norm=group`` leave out padding. None computes a gradient of the recordings, for which transformers
+    (5.23) asks in the interest of reentrant checkpoints: it takes a quarter of a step of a small model. If the encoder is
+    frozen, it takes the whole backward pass of the convolutions.
+    """
     for module in model.modules():
         layers = getattr(getattr(module, "feature_extractor", None), "conv_layers", None)
-        if layers is not None and type(getattr(layers[0], "layer_norm", None)) is nn.GroupNorm:
+        if layers is None:
+            continue
+        layers[0].register_forward_pre_hook(_without_gradient)
+        if type(getattr(layers[0], "layer_norm", None)) is nn.GroupNorm:
             layers[0].layer_norm.__class__ = ValidGroupNorm  # keeps its weights, its place and everything that refers to it
             module.register_forward_pre_hook(_count_frames, with_kwargs=True)
+
+
+def _without_gradient(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(value.detach() for value in args)
 
 
 def _count_frames(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:

@@ -184,11 +184,11 @@ class AudioTask(Pretrained):
         """
         import transformers
 
-        from hftune.models.audio import ignore_padding
+        from hftune.models.audio import prepare_encoders
         from hftune.models.pretrained import load_model
 
         model = load_model(getattr(transformers, self.auto_class), self.model, config, self.model_commit)
-        ignore_padding(model)
+        prepare_encoders(model)
         return model
 
     def save(self, model: PreTrainedModel, directory: Path) -> None:
@@ -201,13 +201,13 @@ class AudioTask(Pretrained):
     def load(self, directory: Path) -> PreTrainedModel:
         import transformers
 
-        from hftune.models.audio import Listener, ignore_padding, load_feature_extractor
+        from hftune.models.audio import Listener, prepare_encoders, load_feature_extractor
         from hftune.models.pretrained import load_saved, saved_config
 
         self.listener = Listener(load_feature_extractor(str(directory), None), str(directory))
         self.named_config = saved_config(directory)
         model = load_saved(getattr(transformers, self.auto_class), directory, self.named_config)
-        ignore_padding(model)
+        prepare_encoders(model)
         return model
 
     def answer_inputs(self, model: PreTrainedModel, inputs: Sequence[Any]) -> dict[str, Tensor]:

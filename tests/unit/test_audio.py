@@ -21,7 +21,7 @@ from hftune import ConfigError, DataError, Recipe
 from hftune.cli import main
 from hftune.data.audio import decode_recordings, read_audio, spectrogram_picture
 from hftune.metrics.speech import error_rates
-from hftune.models.audio import Listener, character_tokenizer, check_padding, ignore_padding, new_feature_extractor
+from hftune.models.audio import Listener, character_tokenizer, check_padding, prepare_encoders, new_feature_extractor
 from hftune.models.pretrained import loading
 
 RATE = 16_000
@@ -147,7 +147,7 @@ def test_a_recording_is_heard_as_if_it_were_alone_also_where_groups_are_normaliz
     assert (model(padded["input_values"]).logits[0] - theirs[0]).abs().max() > 1e-3  # what transformers does
     with pytest.raises(ConfigError, match="depends on how long the ones beside it are"):
         check_padding(model, listener)
-    ignore_padding(model)
+    prepare_encoders(model)
     check_padding(model, listener)
     ours = model(**padded).logits
     torch.testing.assert_close(ours, torch.stack(theirs), atol=1e-5, rtol=1e-5)
@@ -158,6 +158,25 @@ def test_a_recording_is_heard_as_if_it_were_alone_also_where_groups_are_normaliz
     alone = [value.grad for value in model.parameters() if value.grad is not None]
     for one, other in zip(together, alone, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["wav2vec2", "hubert", "wavlm", "unispeech", "unispeech-sat", "data2vec-audio", "sew"])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_no_gradient_of_recordings_is_computed_nor_one_of_frozen_convolutions(kind, is_frozen):
+    seen, gradients = [], []
+    for prepare in (lambda model: None, prepare_encoders):
+        torch.manual_seed(0)
+        model, listener = tiny(kind, mask_time_prob=0.0, layerdrop=0.0)
+        prepare(model)
+        encoder = model.base_model.feature_extractor
+        encoder.requires_grad_(not is_frozen)
+        encoder.conv_layers[0].conv.register_forward_pre_hook(lambda _, args: seen.append(args[0].requires_grad))
+        encoder.register_forward_hook(lambda *given: seen.append(given[-1].requires_grad))
+        inputs = listener([noise(0.5)])  # alone, as not all know padding before
+        model.train()(**inputs).logits.square().sum().backward()
+        gradients.append({name: value.grad for name, value in model.named_parameters() if value.grad is not None})
+    assert seen == [True, True, False, not is_frozen]
+    torch.testing.assert_close(gradients[1], gradients[0])
 
 
 def test_samples_are_padded_as_their_feature_extractor_pads_them():
@@ -176,7 +195,7 @@ def test_layer_norms_need_no_change():
 
 def test_sew_is_exact_without_its_padding():
     model, listener = tiny("sew", squeeze_factor=2)
-    ignore_padding(model)
+    prepare_encoders(model)
     check_padding(model, listener)
 
 
