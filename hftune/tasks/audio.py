@@ -201,7 +201,7 @@ class AudioTask(Pretrained):
     def load(self, directory: Path) -> PreTrainedModel:
         import transformers
 
-        from hftune.models.audio import Listener, prepare_encoders, load_feature_extractor
+        from hftune.models.audio import Listener, load_feature_extractor, prepare_encoders
         from hftune.models.pretrained import load_saved, saved_config
 
         self.listener = Listener(load_feature_extractor(str(directory), None), str(directory))

@@ -21,7 +21,7 @@ from hftune import ConfigError, DataError, Recipe
 from hftune.cli import main
 from hftune.data.audio import decode_recordings, read_audio, spectrogram_picture
 from hftune.metrics.speech import error_rates
-from hftune.models.audio import Listener, character_tokenizer, check_padding, prepare_encoders, new_feature_extractor
+from hftune.models.audio import Listener, character_tokenizer, check_padding, new_feature_extractor, prepare_encoders
 from hftune.models.pretrained import loading
 
 RATE = 16_000
