@@ -43,6 +43,9 @@ class Groups:
         """Find the tokens of groups of texts, which have all tokens."""
         counts = np.array(lengths)
         shapes = [(len(group), int(counts[group].max())) for group in groups]
+        order = [text for group in groups for text in group]
+        if sum(R * T for R, T in shapes) == counts.sum() and order == sorted(order):
+            return cls(shapes, [None] * len(shapes))
         starts = counts.cumsum() - counts
         inner = [np.arange(T)[None] for _, T in shapes]
         at_P = np.concatenate(
@@ -53,8 +56,6 @@ class Groups:
         )
         is_real = [places < counts[group, None] for group, places in zip(groups, inner, strict=True)]
         real_P = np.concatenate([some.ravel() for some in is_real])
-        if real_P.all() and (np.diff(at_P) == 1).all():
-            return cls(shapes, [None] * len(shapes))
         back_N = np.empty(counts.sum(), np.int64)
         back_N[at_P[real_P]] = real_P.nonzero()[0]
         return cls(
