@@ -158,7 +158,7 @@ def main() -> None:
             case = CASES[name]
             contenders = ("hftune", TRAINERS[case.library])
             turns = [
-                side_by_side((train_ours, train_theirs), name, words_of(name, options, Path(folder), turn))
+                side_by_side((train_ours, train_theirs), turn, name, words_of(name, options, Path(folder), turn))
                 for turn in range(options.rounds)
             ]
             (scores, speeds), (their_scores, their_speeds) = (zip(*found, strict=True) for found in zip(*turns, strict=True))

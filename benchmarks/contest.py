@@ -53,13 +53,16 @@ class Stopwatch:
         self.began = time.perf_counter()
 
 
-def side_by_side(contenders: Sequence[Callable[..., Any]], *given: Any) -> list[Any]:
-    """Call two functions of a module, each in a new process, with a Stopwatch and what is given; return what they return."""
+def side_by_side(contenders: Sequence[Callable[..., Any]], turn: int, *given: Any) -> list[Any]:
+    """Call two functions of a module, each in a new process, with a Stopwatch and what is given; return what they return.
+
+    Which of them begins alternates with ``turn``.
+    """
     context, ends = get_context("spawn"), Pipe()
     processes, answers = [], []
     for place, (contender, end) in enumerate(zip(contenders, ends, strict=True)):
         answer, question = context.Pipe(duplex=False)
-        words = (question, contender, end, place == 0, *given)
+        words = (question, contender, end, place == turn % 2, *given)
         processes.append(context.Process(target=_answer, args=words))
         processes[-1].start()
         question.close()
