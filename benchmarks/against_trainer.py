@@ -123,7 +123,9 @@ CASES = {
             *("train.epochs=5", "eval.every=5 epochs"),
         ),
     ),
-    "speech": Case("ctc_demo", "wer", ("train.batch_size=16", "train.micro_batch_size=16", "eval.every=5 epochs")),
+    "speech": Case(
+        "ctc_demo", "wer", ("train.batch_size=16", "train.micro_batch_size=16", "train.epochs=8", "eval.every=8 epochs")
+    ),
     "audio": Case("audio_classification_demo", "accuracy", ("train.epochs=5", "eval.every=5 epochs")),
     "chats": Case(
         "chats_demo",
