@@ -8,7 +8,7 @@ shuffles, pads and prepares images in every epoch as it does by default, with th
 scored by its task's own metrics. Each round has another seed. The two train in processes of their own and take turns after
 each step. "samples/s" are those of training alone on one thread, from the end of the second step to the end of the last,
 without evaluations, saving and the loading of libraries. hftune checks or decodes images once, before the training: its time
-includes it. Both decode recordings before the training.
+includes that, the CPU's. Both decode recordings before the training.
 
 chats: TRL's SFTTrainer packs whole chats by best fit into rows of task.max_length tokens, its default, and starts positions
 again with each chat. On a CPU, transformers makes a mask of that, so that no chat sees another, and SDPA computes all scores of
@@ -85,7 +85,7 @@ CASES = {
         ("task.data_files.train={}/yelp/train.jsonl", "task.data_files.eval={}/yelp/test.jsonl", "task.label_column=label"),
         samples=1200,
     ),
-    "tags": Case("token_classification_demo", "f1", ("train.epochs=2",)),
+    "tags": Case("token_classification_demo", "f1", ("train.epochs=2", "eval.every=2 epochs")),
     "sentences": Case("seq2seq_demo", "chrf", ("train.epochs=3", "eval.every=3 epochs")),
     "questions": Case(
         "question_answering_demo",
@@ -160,7 +160,7 @@ def main() -> None:
             case = CASES[name]
             contenders = ("hftune", TRAINERS[case.library])
             turns = [
-                side_by_side((train_ours, train_theirs), turn, name, words_of(name, options, Path(folder), turn))
+                side_by_side((train_ours, train_theirs), turn, folder, name, words_of(name, options, Path(folder), turn))
                 for turn in range(options.rounds)
             ]
             (scores, speeds), (their_scores, their_speeds) = (zip(*found, strict=True) for found in zip(*turns, strict=True))
@@ -208,12 +208,13 @@ def words_of(name: str, options: argparse.Namespace, folder: Path, turn: int) ->
         words += [f"task.data_files.{split}={path}" for split, path in chat_files(options, folder).items()]
     words += [f"task.max_train_samples={min(case.samples, options.train)}", f"task.max_eval_samples={options.evaluate}"]
     if options.max_epochs:
-        words += [f"train.epochs={options.max_epochs}", "eval.every=epoch"]
+        words += [f"train.epochs={options.max_epochs}", f"eval.every={options.max_epochs} epochs"]
     return words
 
 
-def recipe_of(name: str, words: list[str]) -> Any:
-    """Return the recipe, in a process that computes on one thread."""
+def recipe_of(folder: str, name: str, words: list[str]) -> Any:
+    """Return the recipe, in a process that computes on one thread and has a cache of its own: it prepares all by itself."""
+    os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(dir=folder)
     import torch
 
     from hftune import Recipe
@@ -259,7 +260,7 @@ def chat_files(options: argparse.Namespace, folder: Path) -> dict[str, Path]:
     return files
 
 
-def train_ours(stopwatch: Stopwatch, name: str, words: list[str]) -> tuple[float, float]:
+def train_ours(stopwatch: Stopwatch, folder: str, name: str, words: list[str]) -> tuple[float, float]:
     """Train with hftune; return the last metric, and samples a second."""
     from hftune import Callback, train
 
@@ -267,16 +268,16 @@ def train_ours(stopwatch: Stopwatch, name: str, words: list[str]) -> tuple[float
         def on_step(self, step: Any) -> None:
             stopwatch.end_step()
 
-    recipe = recipe_of(name, words)
+    recipe = recipe_of(folder, name, words)
     _ = recipe.task.rows  # generated or listed before the clock starts, as for the others
     import transformers.models.auto.image_processing_auto  # noqa: F401  libraries are loaded before, too
 
-    began = time.perf_counter()
+    began = time.process_time()
     num_samples = len(recipe.task.datasets()["train"])  # decodes images
     if hasattr(recipe.task, "image_column"):
-        stopwatch.seconds = time.perf_counter() - began
-    with tempfile.TemporaryDirectory() as folder:
-        recipe.output_dir = folder
+        stopwatch.seconds = time.process_time() - began
+    with tempfile.TemporaryDirectory() as output:
+        recipe.output_dir = output
         result = train(recipe, [Steps()])
     return result.metrics[CASES[name].metric], speed(stopwatch, num_samples * recipe.train.epochs)
 
@@ -285,7 +286,7 @@ def speed(stopwatch: Stopwatch, num_samples: int) -> float:
     return num_samples * (1 - stopwatch.WARM_UP / stopwatch.steps) / stopwatch.seconds
 
 
-def train_theirs(stopwatch: Stopwatch, name: str, words: list[str]) -> tuple[float, float]:
+def train_theirs(stopwatch: Stopwatch, folder: str, name: str, words: list[str]) -> tuple[float, float]:
     """Train with the other trainer from the same weights; return the metric, by the task's rules, and samples a second."""
     import torch
     from transformers import TrainerCallback
@@ -296,15 +297,15 @@ def train_theirs(stopwatch: Stopwatch, name: str, words: list[str]) -> tuple[flo
         def on_step_end(self, arguments: Any, state: Any, control: Any, **kwargs: Any) -> None:
             stopwatch.end_step()
 
-    recipe = recipe_of(name, words)
+    recipe = recipe_of(folder, name, words)
     datasets, config = load_datasets(recipe), recipe.train
     torch.manual_seed(recipe.seed)
     built = recipe.task.build_model()
     model = type(built)(built.config)  # as transformers has it, without what hftune attaches
     model.load_state_dict(built.state_dict())
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as output:
         settings = {
-            "output_dir": folder,
+            "output_dir": output,
             "seed": recipe.seed,
             "per_device_train_batch_size": config.batch_size,
             "num_train_epochs": config.epochs,
@@ -323,7 +324,7 @@ def train_theirs(stopwatch: Stopwatch, name: str, words: list[str]) -> tuple[flo
             "save_strategy": "no",
             "disable_tqdm": True,
         }
-        trainer, model = trainer_of(recipe, model, datasets["train"], settings, Path(folder))
+        trainer, model = trainer_of(recipe, model, datasets["train"], settings, Path(output))
         trainer.add_callback(Steps())
         trainer.train()
     found = score(recipe.task, model, datasets["eval"])[CASES[name].metric]

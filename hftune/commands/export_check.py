@@ -73,7 +73,13 @@ class Pair(nn.Module):
         start = process_time()
         expected = self.model(**inputs)
         middle = process_time()
-        found = self.exported(**(tensors if self.is_graph else inputs))
+        try:
+            found = self.exported(**(tensors if self.is_graph else inputs))
+        except Exception as error:  # whatever a runtime raises, such as for a size that became a constant of the graph
+            shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items())
+            raise TrainingError(
+                f"The exported model fails where the run's does not, for {shapes}: {first_line(error)}"
+            ) from error
         self.seconds.append((middle - start, process_time() - middle))
         self.shapes.add(tuple(tuple(value.shape) for value in tensors.values()))
         self.compare(expected, found, inputs.get("attention_mask"))
@@ -200,28 +206,30 @@ def write_graph(task: Task, model: nn.Module, batches: list[Any], folder: Path, 
 
         given["quantizer"] = OnnxRuntimeQuantizer(OnnxRuntimeDynamicConfig())
     config = {"onnx": exporters.OnnxConfig, "openvino": exporters.OpenVINOConfig}[options.format](**given)
+    if options.format == "openvino":
+        print(note(BF16), flush=True)
+        runtime: dict[str, Any] = {"config": {"INFERENCE_NUM_THREADS": 1, "INFERENCE_PRECISION_HINT": "f32"}}
+    else:
+        import onnxruntime
+
+        runtime = {"session_options": onnxruntime.SessionOptions()}
+        runtime["session_options"].intra_op_num_threads = 1
     logging.disable(logging.WARNING)  # of optional packages that are not there, and of advice
     try:
         with redirect_stdout(io.StringIO()), catch_warnings(action="ignore"):
             graph = exporters.AutoHfExporter.from_config(config).export(model, example, config)
-    except Exception as error:  # whatever torch.export or a converter stumbles over
+            if getattr(graph.config, "model_type", None) not in CONFIG_MAPPING:
+                graph.config = None  # of a network of one's own: it could not be read back
+            graph.save_pretrained(folder)
+            return exporters.ExportedModel.from_pretrained(folder, device="cpu", **runtime)
+    except OSError:  # a full disk
+        raise
+    except Exception as error:  # whatever torch.export, a converter or a runtime stumbles over
         kind = type(model).__name__
         whose = f"{kind} of {type_name(type(task))}"
         raise ConfigError(f"transformers cannot export {whose} to {options.format}: {first_line(error)}") from error
     finally:
         logging.disable(logging.NOTSET)
-    if getattr(graph.config, "model_type", None) not in CONFIG_MAPPING:
-        graph.config = None  # of a network of one's own: it could not be read back
-    graph.save_pretrained(folder)
-    if options.format == "openvino":
-        print(note(BF16), flush=True)
-        settings = {"INFERENCE_NUM_THREADS": 1, "INFERENCE_PRECISION_HINT": "f32"}
-        return exporters.ExportedModel.from_pretrained(folder, device="cpu", config=settings)
-    import onnxruntime
-
-    session = onnxruntime.SessionOptions()
-    session.intra_op_num_threads = 1
-    return exporters.ExportedModel.from_pretrained(folder, device="cpu", session_options=session)
 
 
 def write_folder(task: Task, model: Any, folder: Path, dtype: torch.dtype) -> Any:
@@ -283,9 +291,9 @@ def problem(recipe: Recipe, found: Mapping[str, Any], is_exact: bool, max_drop: 
         if difference <= BOUND * size:
             return None
         return f"Its outputs are up to {difference:.1e} from the run's; at most {BOUND * size:.1e} is rounding."
-    name = recipe.eval.metric if recipe.eval.metric in found["metrics"] else "loss"
+    name = recipe.eval.metric_name if recipe.eval.metric_name in found["metrics"] else "loss"
     ours, theirs = found["metrics"][name]
-    drop = (ours - theirs if recipe.greater_is_better else theirs - ours) / (abs(ours) or 1.0)
+    drop = (ours - theirs if recipe.greater_is_better and name != "loss" else theirs - ours) / (abs(ours) or 1.0)
     if drop <= max_drop:
         return None
     return f"Its {name} is {short(theirs)}, the run's {short(ours)}: {drop:.1%} worse, and --max-drop is {max_drop:.1%}."

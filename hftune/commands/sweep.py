@@ -221,8 +221,10 @@ class Sweep:
     def environment(self, slot: int) -> dict[str, str]:
         """Return the environment of the trial in one of ``jobs`` places: cores and GPUs are shared out."""
         from hftune.launchers.local import environment
+        from hftune.tracking.facts import COMMAND
 
         env = environment()
+        del env[COMMAND]  # a trial's is its own
         if self.jobs == 1:
             return env
         count = self.processes or 1

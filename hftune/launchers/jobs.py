@@ -89,7 +89,7 @@ class Job:
             yield "Set either --gpus, the number per node, or --cpu."
         if self.processes is not None and not self.cpu:
             yield f"--processes {self.processes} is for --cpu. With --gpus there is one process per GPU."
-        if self.config is not None and self.nodes.startswith("1") and self.may_be_one_process:
+        if self.config is not None and re.fullmatch(r"1(-\d+)?", self.nodes) and self.may_be_one_process:
             yield f"--config {self.config} is for several processes, but {self.size} may be one."
 
 
@@ -102,7 +102,7 @@ def load(words: list[str], job: Job) -> tuple[Recipe, list[str]]:
     recipe = Recipe.from_argv(words)
     recipe.validate()
     if recipe.resume != "auto":
-        raise ConfigError(f"resume={recipe.resume} would start over each time the job is requeued. Leave it out.")
+        raise ConfigError(f"resume={recipe.resume} would start over each time the job is started again. Leave it out.")
     for key in ("pipeline_stages", "context"):
         for count in range(job.min_nodes, job.max_nodes + 1):
             processes, parts = count * job.processes_a_node, getattr(recipe.parallel, key)

@@ -71,9 +71,9 @@ def manifest(words: list[str], job: PodJob) -> tuple[str, list[str]]:
         ConfigError: see ``load``; or output_dir lies where it would go with the pod.
     """
     recipe, notices, variables = prepare(words, job)
-    has_claim = not is_address(recipe.output_dir)
-    if has_claim and OUTPUTS not in PurePosixPath(recipe.output_dir).parents:
-        if any(word.startswith("output_dir=") for word in words):
+    has_claim, path = not is_address(recipe.output_dir), PurePosixPath(recipe.output_dir)
+    if has_claim and OUTPUTS not in (path, *path.parents):
+        if str(path) != f"outputs/{recipe.recipe}":  # the default
             where = f"{OUTPUTS / str(job.name)}, on the volume of --claim {job.claim}, or an address such as s3://bucket/run"
             raise ConfigError(f"output_dir={recipe.output_dir} is in the pod, and goes with it. Name {where}, or leave it out.")
         words = [*words, f"output_dir={OUTPUTS / str(job.name)}"]
@@ -85,7 +85,7 @@ def manifest(words: list[str], job: PodJob) -> tuple[str, list[str]]:
     text = render(
         "k8s.yaml.jinja",
         job=job,
-        command=[word.replace("$(", "$$(") for word in command],  # Kubernetes would expand $(NAME)
+        command=[word.replace("$", "$$") for word in command],  # Kubernetes expands $(NAME), and makes $ of $$
         variables={**variables, JOIN_TIMEOUT: "1800", "HF_HOME": "/cache/huggingface"},
         limits={name: value for name, value in limits.items() if value},
         has_claim=has_claim,
@@ -159,6 +159,8 @@ def accelerate_variables(name: str) -> dict[str, str]:
     if kind == "MULTI_GPU":
         return {}
     values = {
-        key.upper(): str(value).lower() if isinstance(value, bool) else str(value) for key, value in config.fsdp_config.items()
+        key.upper().replace("_LAYER_CLS_", "_CLS_"): str(value).lower() if isinstance(value, bool) else str(value)
+        for key, value in (config.get("fsdp_config") or {}).items()
+        if value is not None
     }
     return {"ACCELERATE_USE_FSDP": "true", **values}

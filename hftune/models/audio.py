@@ -204,8 +204,8 @@ def prepare_encoders(model: nn.Module) -> None:
     """Let the feature encoders of wav2vec 2.0 and its kin compute nothing in vain, in place.
 
     Those with ``feat_extract_norm=group`` leave out padding. None computes a gradient of the recordings, for which transformers
-    (5.23) asks in the interest of reentrant checkpoints: it takes a quarter of a step of a small model. If the encoder is
-    frozen, it takes the whole backward pass of the convolutions.
+    (5.23) asks in the interest of reentrant checkpoints: that takes a quarter of a step of a small model, and, if the encoder
+    is frozen, a backward pass through all convolutions.
     """
     for module in model.modules():
         layers = getattr(getattr(module, "feature_extractor", None), "conv_layers", None)

@@ -177,12 +177,18 @@ def test_the_difference_is_the_largest_of_what_is_no_padding(exported, mask, exp
     assert pair.same_tokens == pair.tokens - (2 if expected[0] == 9.0 else 0) and len(pair.shapes) == 2
 
 
+def fails(**inputs):
+    raise RuntimeError("too long")
+
+
 def test_outputs_that_are_no_numbers_or_of_another_shape_are_no_rounding():
     pair = Pair(Off(), Off(float("nan")))
     inputs = {"input_ids": torch.tensor([[1, 2]]), "attention_mask": torch.ones(1, 2)}
     pair(**inputs)
     found = dict(zip(("largest_difference", "largest_output"), pair.distance(), strict=True))
     assert "Its outputs are up to nan from the run's" in problem(None, found, True, 0.0)
+    with pytest.raises(TrainingError, match=r"fails where the run's does not, for input_ids \(1, 2\), .*: too long"):
+        Pair(Off(), fails)(**inputs)
     with pytest.raises(TrainingError, match="do not have the shapes"):
         pair.compare(pair.model(**inputs), SequenceClassifierOutput(logits=torch.zeros(1, 2, 4)), None)
 
@@ -191,8 +197,9 @@ def test_outputs_that_are_no_numbers_or_of_another_shape_are_no_rounding():
     ("metric", "ours", "theirs", "share"),
     [("accuracy", 0.8, 0.79, None), ("accuracy", 0.8, 0.9, None), ("accuracy", 0.8, 0.7, "12.5%"), ("loss", 2.0, 2.2, "10.0%")],
 )
-def test_fewer_bits_may_cost_so_much_of_the_metric_and_no_more(metric, ours, theirs, share):
-    recipe = Recipe.load("yelp_demo", f"eval.metric={metric}")
+@pytest.mark.parametrize("chosen", ["{}", "shifted/{}", "shifted/accuracy"])  # of another set, whose metrics it compares
+def test_fewer_bits_may_cost_so_much_of_the_metric_and_no_more(metric, ours, theirs, share, chosen):
+    recipe = Recipe.load("yelp_demo", f"eval.metric={chosen.format(metric)}", "eval.sets.shifted.eval_split=test")
     reason = problem(recipe, {"metrics": {metric: [ours, theirs]}}, False, 0.02)
     assert reason is None if share is None else f": {share} worse, and --max-drop is 2.0%." in reason
 

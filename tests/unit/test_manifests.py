@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -249,13 +251,38 @@ def test_a_launch_configuration_for_fsdp_becomes_variables(written, monkeypatch)
     assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.activation_checkpointing) == (2, True, False)
 
 
-ODD = ["task.label_names=[a, 'b \"c\"']", "track.run_name=$(hostname) `it's` é;#", "train.epochs=2"]
+def test_a_launch_configuration_of_ones_own_becomes_the_variables_that_accelerate_would_set(written, tmp_path):
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        "distributed_type: FSDP\nfsdp_config: {fsdp_transformer_layer_cls_to_wrap: BertLayer, fsdp_min_num_params: null}"
+    )
+    found = {
+        one["name"]: one["value"] for one in container_of(written("--nodes", "2", "--gpus", "4", "--config", str(own)))["env"]
+    }
+    assert {name: value for name, value in found.items() if "FSDP" in name} == {
+        **{"ACCELERATE_USE_FSDP": "true", "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer"}
+    }
+    own.write_text("distributed_type: FSDP")
+    assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in str(written("--nodes", "2", "--gpus", "4", "--config", str(own)))
+
+
+def test_a_folder_that_the_recipe_names_in_the_pod_is_refused_and_the_volume_itself_is_not(written, capsys, tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("base: yelp_demo\noutput_dir: /data/run")
+    assert cli.main(["k8s", f"recipe={recipe}", *K8S[2:], "--nodes", "1", "--cpu"]) == 2
+    assert "output_dir=/data/run is in the pod, and goes with it." in capsys.readouterr().err
+    command = container_of(written("--nodes", "1", "--cpu", "output_dir=/outputs"))["command"]
+    assert [word for word in command if word.startswith("output_dir=")] == ["output_dir=/outputs"]
+
+
+ODD = ["task.label_names=[a, 'b \"c\"']", "track.run_name=$(hostname) $$(A) $5 `it's` é;#", "train.epochs=2"]
 
 
 def test_pods_get_any_words_as_they_are(written, capsys, tmp_path):
     parts = written("--nodes", "1", "--cpu", *ODD)
-    words = [word.replace("$$(", "$(") for word in container_of(parts)["command"]]  # as Kubernetes reads them
-    assert words[-5:] == ["recipe=yelp", *ODD, "output_dir=/outputs/yelp"] and "$$(hostname)" in str(parts)
+    # As Kubernetes reads them: $$ is $, and $(NAME) the value of a variable.
+    read = partial(re.sub, r"\$\$|\$\(\w+\)", lambda found: "$" if found[0] == "$$" else "a value")
+    assert [*map(read, container_of(parts)["command"])][-5:] == ["recipe=yelp", *ODD, "output_dir=/outputs/yelp"]
     assert cli.main([*K8S, "--nodes", "1", "--cpu", *ODD, "--output", str(tmp_path / "x.yaml")]) == 0
     assert capsys.readouterr().out == ""
     assert {part["kind"]: part for part in yaml.safe_load_all((tmp_path / "x.yaml").read_text())} == parts

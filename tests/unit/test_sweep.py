@@ -18,6 +18,7 @@ from hftune.config import Recipe
 from hftune.errors import ConfigError, format_value
 from hftune.launchers import forks
 from hftune.launchers.local import kill
+from hftune.tracking.facts import COMMAND
 
 TRIAL = """
 echo $LR >>"{log}"
@@ -306,6 +307,7 @@ def test_gpus_are_shared_out_among_jobs(monkeypatch):
     assert sweep.share_gpus(2, 2) == []
     one = sweep.Sweep(None, None, None, 2, 2, None, ["4", "5", "6", "7"])
     assert [one.environment(slot)["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == ["4,5", "6,7"]
+    assert COMMAND not in one.environment(0)  # a trial's report shows its own
 
 
 @pytest.mark.parametrize("text", ["run #1", "a: b", "1e3", 'it\'s "x"', "[a", "b\\"])
