@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hftune.commands.arguments import add_trust_code, check_at_least_1, check_single, local_path
+from hftune.commands.merge import DTYPES
 from hftune.errors import ConfigError
 
 FORMATS = {"onnx": ("onnx", "onnxruntime", "onnxscript"), "openvino": ("openvino",), "vllm-ready": ()}
@@ -23,9 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", required=True, choices=FORMATS, help="what to write")
     parser.add_argument("--output", type=Path, help="new folder for it (default: model_FORMAT in the output folder)")
     parser.add_argument("--quantize", choices=["int8"], help="weights of 8 bits (onnx)")
-    parser.add_argument(
-        "--dtype", choices=["float32", "bf16"], help="precision of vllm-ready (default: that of the run's own model)"
-    )
+    parser.add_argument("--dtype", choices=[*DTYPES], help="precision of vllm-ready (default: that of the run's own model)")
     parser.add_argument(
         "--max-drop",
         type=float,

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from hftune.atomic import atomic_path, explain_write_errors
 from hftune.checkpoints.export import readable
+from hftune.commands.merge import DTYPES
 from hftune.config.recipe import Recipe, type_name
 from hftune.errors import ConfigError, TrainingError, first_line, is_number
 from hftune.evaluation import plan_evaluation
@@ -41,7 +42,6 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.index.json", "adapter", "adapter_config.
 ABOUT = ("config.json", "generation_config.json", "README.md")
 """Files of the run's model that an export leaves out: weights, and what is about them. Tokenizers and processors it takes."""
 SHARES = ("equal_answers", "equal_next_tokens")
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 BF16 = (
     "OpenVINO (2026.4) computes in bfloat16 on CPUs that can, whatever the graph says. Here it computes in float32: for the "
     'same answers load the model with config={"INFERENCE_PRECISION_HINT": "f32"}.'
@@ -150,7 +150,7 @@ def export(recipe: Recipe, folder: Path, run: Path, output: Path, options: argpa
     with explain_write_errors(output), atomic_path(output) as temporary:
 
         def exported(model: nn.Module, dataset: Any) -> nn.Module:
-            dtype = next(model.parameters()).dtype
+            dtype = getattr(torch, DTYPES[options.dtype]) if options.dtype else next(model.parameters()).dtype
             model = model.float().eval()
             plain = plain_model(model, merged=True) if is_adapter(source) else deepcopy(model)
             plan = plan_evaluation(task, dataset, recipe.eval.batch_size, recipe.eval.batch_tokens)
@@ -162,7 +162,7 @@ def export(recipe: Recipe, folder: Path, run: Path, output: Path, options: argpa
             if is_graph:
                 pair = Pair(model, write_graph(task, plain, batches, temporary, options))
             else:
-                pair = Pair(model, write_folder(task, plain, temporary, DTYPES.get(options.dtype, dtype)))
+                pair = Pair(model, write_folder(task, plain, temporary, dtype))
             pair(**batches[-1])  # one sample alone, as it will be served
             pairs.append(pair)
             return pair

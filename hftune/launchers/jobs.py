@@ -123,9 +123,7 @@ def load(words: list[str], job: Job) -> tuple[Recipe, list[str]]:
 
 def render(template: str, **values: Any) -> str:
     """Fill in a template of this folder."""
-    environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False
-    )  # it is no HTML
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)  # no HTML
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
     environment.filters["text"] = lambda value: json.dumps(str(value), ensure_ascii=False)  # a string of YAML, too
     return environment.from_string(Path(__file__).with_name(template).read_text(encoding="utf-8")).render(values)

@@ -204,8 +204,8 @@ def prepare_encoders(model: nn.Module) -> None:
     """Let the feature encoders of wav2vec 2.0 and its kin compute nothing in vain, in place.
 
     Those with ``feat_extract_norm=group`` leave out padding. None computes a gradient of the recordings, for which transformers
-    (5.23) asks in the interest of reentrant checkpoints: that takes a quarter of a step of a small model, and, if the encoder
-    is frozen, a backward pass through all convolutions.
+    (5.23) asks in the interest of reentrant checkpoints: that took a third of a step of ``ctc_demo``, and, if the encoder is
+    frozen, takes a backward pass through all convolutions.
     """
     for module in model.modules():
         layers = getattr(getattr(module, "feature_extractor", None), "conv_layers", None)

@@ -71,8 +71,6 @@ class DataParallel(Strategy):
         self.sharding.prepare(model, optimizer)
         self.model = self.sharding.model
         self.sharding.wrapped.train()
-        self._parameters = [*self.sharding.wrapped.parameters()]
-        """To go through all modules for them takes a hundredth of a small model's step."""
 
     def warm_up(self, dataset: Any, micro_batch: MicroBatch, frozen: bool = False) -> list[str]:
         # DDP changes the layout of its all-reduce after the first one, and sums are added up in an order that follows the
@@ -170,7 +168,7 @@ class DataParallel(Strategy):
         """Return a loss whose backward pass comes by all parameters, for DDP waits for each of them: see ``ReachingAll``."""
         if not self._is_ddp:
             return loss
-        return ReachingAll.apply(loss, *(value for value in self._parameters if value.requires_grad))
+        return ReachingAll.apply(loss, *(value for value in self.sharding.model.parameters() if value.requires_grad))
 
     def notices(self) -> list[str]:
         if self.context is None:
@@ -241,7 +239,7 @@ class DataParallel(Strategy):
                 self.accelerator.backward(scaled)
             losses.append(loss.detach() * weight)
         self._check_gradients(inputs)
-        fill_gradients(self._parameters)
+        fill_gradients(self.sharding.model.parameters())
         self._statistics.finish(self.sum)
         return losses
 
@@ -352,11 +350,11 @@ class DataParallel(Strategy):
         refuse_unused(missing)
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        parameters = [*self.sharding.wrapped.parameters()]
         if max_norm is not None:
-            return self.sharding.whole(self.accelerator.clip_grad_norm_(self._parameters, max_norm))
+            return self.sharding.whole(self.accelerator.clip_grad_norm_(parameters, max_norm))
         self.accelerator.unscale_gradients()
-        found = [value.grad for value in self._parameters if value.grad is not None]
-        return self.sharding.whole(nn.utils.get_total_norm(found))
+        return self.sharding.whole(nn.utils.get_total_norm([value.grad for value in parameters if value.grad is not None]))
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
         # Past DDP, whose forward is collective: processes have unequal numbers of batches here.
