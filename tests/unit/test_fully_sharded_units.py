@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 from hftune import ConfigError
 from hftune.models.unread import unread_tensors
 from hftune.strategies import fully_sharded
+from hftune.strategies.on_demand import is_gathered
 from hftune.strategies.whole_model import ModelNeeded, absent_model
 
 
@@ -100,3 +101,11 @@ def test_what_is_called_may_be_asked_for_its_settings_and_for_no_weight():
         with pytest.raises(ModelNeeded):
             use()
     assert len(noted) == 3
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+def test_a_gathered_unit_is_known_by_what_each_release_of_torch_calls_its_groups(gathered):
+    group = SimpleNamespace(is_unsharded=gathered)
+    for state in ({"_fsdp_param_groups": [group]}, {"_fsdp_param_group": group}):  # from 2.12 on, and 2.11
+        assert is_gathered(SimpleNamespace(_get_fsdp_state=lambda state=state: SimpleNamespace(**state))) == gathered
+    assert not is_gathered(SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_group=None)))
