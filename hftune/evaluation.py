@@ -83,15 +83,16 @@ def evaluate(
     micro_batches = plan_evaluation(task, dataset, config.batch_size, config.batch_tokens)
     total, scored = len(strategy.share(micro_batches)), dict[int, _Scored]()
     last: _Scored | None = None
-    for micro_batch, batch, num_items in strategy.evaluation_batches(dataset, micro_batches, num_workers, should_stop):
-        with suppress(ModelNeeded):  # then they come again, with the model
-            before, last = last, _score(strategy, micro_batch, batch, num_items, config.show_samples)
-            scored[micro_batch.index] = last
-            if before is not None:  # a GPU computes the next one meanwhile
-                before.look(task)
-        on_scored(len(scored), total)
-    if last is not None:
-        last.look(task)
+    with strategy.rounding_once():
+        for micro_batch, batch, num_items in strategy.evaluation_batches(dataset, micro_batches, num_workers, should_stop):
+            with suppress(ModelNeeded):  # then they come again, with the model
+                before, last = last, _score(strategy, micro_batch, batch, num_items, config.show_samples)
+                scored[micro_batch.index] = last
+                if before is not None:  # a GPU computes the next one meanwhile
+                    before.look(task)
+            on_scored(len(scored), total)
+        if last is not None:
+            last.look(task)
     sums = torch.stack([one.loss_sum for one in scored.values()]).tolist() if scored else []
     for one, loss_sum in zip(scored.values(), sums, strict=True):
         one.loss_sum = loss_sum

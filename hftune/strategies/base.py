@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import takewhile, tee
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -239,6 +239,14 @@ class Strategy(Collectives, ABC):
     @abstractmethod
     def forward(self, batch: dict[str, Tensor]) -> Any:
         """Return the outputs for one of ``evaluation_batches``, without gradient. To be called once for each of them."""
+
+    def rounding_once(self) -> AbstractContextManager[None]:
+        """Within ``with``: let autocast round each weight once, not once in each forward pass. Not collective.
+
+        It keeps what it has rounded until its outermost context ends, which this one is. No weight may change within, and no
+        forward pass without gradient may come before one with it, which would find weights that lead to no parameter.
+        """
+        return torch.autocast(self.device.type, enabled=False)
 
     def notices(self) -> list[str]:
         """Return what a user should know about how the work is spread, one sentence each. Not collective."""

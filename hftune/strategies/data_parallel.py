@@ -214,30 +214,31 @@ class DataParallel(Strategy):
             self.teacher.total = items.new_zeros(())
         loss_of, balance, keeps = self._loss_of(batch, seed, step), self.balance(batch, seed, step), self._keeps_graphs(batch)
         self.times.begin_computing()
-        for index, (micro_batch, weight, loaded) in enumerate(zip(batch.mine, batch.weights, batch.batches, strict=True)):
-            self.progress.samples(micro_batch.samples)
-            self._seeds.begin(seed, step, micro_batch.index)
-            inputs = send_to_device(loaded, self.device, non_blocking=True)
-            is_last = index == len(batch.mine) - 1
-            resting = self._statistics.at_rest(weight == 0)
-            accumulating = nullcontext() if is_last else self.sharding.accumulating()
-            told = told_of_padding(batch.padding[index] if batch.padding else None)
-            with accumulating, self.explained_memory_errors(inputs, step), resting, told:
-                arguments, target, part = given_to(self.task, inputs, self.scores_head, self.context)
-                with self._statistics.micro_batch(0 if keeps else weight * len(micro_batch.samples)):
-                    outputs = None if keeps else compute(self.sharding.wrapped, **arguments)
-                loss = loss_of(index, outputs, target)
-                loss = loss if part == 1 else loss * part  # not a kernel each way for nothing
-                if self.teacher is not None:
-                    loss = self.teacher.mixed(loss, outputs, target, arguments, weight)
-                if balance is not None:
-                    loss = loss + balance(outputs, inputs) * items.to(loss.dtype)
-                scaled = loss * (scale * weight).to(loss.dtype)
-                if is_last:
-                    self.times.end_computing_after(scaled)
-                    scaled = self._reaching_all(scaled)
-                self.accelerator.backward(scaled)
-            losses.append(loss.detach() * weight)
+        with self.rounding_once():
+            for index, (micro_batch, weight, loaded) in enumerate(zip(batch.mine, batch.weights, batch.batches, strict=True)):
+                self.progress.samples(micro_batch.samples)
+                self._seeds.begin(seed, step, micro_batch.index)
+                inputs = send_to_device(loaded, self.device, non_blocking=True)
+                is_last = index == len(batch.mine) - 1
+                resting = self._statistics.at_rest(weight == 0)
+                accumulating = nullcontext() if is_last else self.sharding.accumulating()
+                told = told_of_padding(batch.padding[index] if batch.padding else None)
+                with accumulating, self.explained_memory_errors(inputs, step), resting, told:
+                    arguments, target, part = given_to(self.task, inputs, self.scores_head, self.context)
+                    with self._statistics.micro_batch(0 if keeps else weight * len(micro_batch.samples)):
+                        outputs = None if keeps else compute(self.sharding.wrapped, **arguments)
+                    loss = loss_of(index, outputs, target)
+                    loss = loss if part == 1 else loss * part  # not a kernel each way for nothing
+                    if self.teacher is not None:
+                        loss = self.teacher.mixed(loss, outputs, target, arguments, weight)
+                    if balance is not None:
+                        loss = loss + balance(outputs, inputs) * items.to(loss.dtype)
+                    scaled = loss * (scale * weight).to(loss.dtype)
+                    if is_last:
+                        self.times.end_computing_after(scaled)
+                        scaled = self._reaching_all(scaled)
+                    self.accelerator.backward(scaled)
+                losses.append(loss.detach() * weight)
         self._check_gradients(inputs)
         fill_gradients(self.sharding.model.parameters())
         self._statistics.finish(self.sum)

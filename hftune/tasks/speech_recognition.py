@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hftune.config.keys import key
@@ -59,6 +60,11 @@ class Transcription(AudioTask):
     sample_fields = ("target", "generated")
     does = "recognize speech so"
     libraries = (*AudioTask.libraries, "hftune.models.pretrained")
+
+    def field_problems(self) -> Iterator[str]:
+        yield from super().field_problems()
+        if find_spec("jiwer") is None:  # the first evaluation would find it missing
+            yield f'task.type={type(self).__name__} needs jiwer, which is not installed: pip install "hftune[audio]".'
 
     def check_rows(self, rows: Mapping[str, Dataset]) -> None:
         from hftune.data.rows import check_texts

@@ -23,6 +23,7 @@ from hftune.data.audio import decode_recordings, read_audio, spectrogram_picture
 from hftune.metrics.speech import error_rates
 from hftune.models.audio import Listener, character_tokenizer, check_padding, new_feature_extractor, prepare_encoders
 from hftune.models.pretrained import loading
+from hftune.tasks import speech_recognition
 
 RATE = 16_000
 SIZES = {
@@ -493,3 +494,10 @@ def test_a_trained_recognizer_answers_as_in_transformers(recipe, tmp_path):
     with pytest.raises(DataError, match=r"^Input 0 is a recording of "):
         model.predict([noise(40.0)])
     assert Path(run / "model" / "preprocessor_config.json").is_file()
+
+
+@pytest.mark.parametrize("recipe", ["ctc_demo", "speech_to_text_demo"])
+def test_a_library_that_the_first_evaluation_needs_is_missed_before_the_data_are_read(recipe, monkeypatch):
+    monkeypatch.setattr(speech_recognition, "find_spec", {"jiwer": None}.get)
+    with pytest.raises(ConfigError, match=r'needs jiwer, which is not installed: pip install "hftune\[audio\]"'):
+        Recipe.load(recipe)

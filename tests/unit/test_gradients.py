@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hftune import Task
+from hftune.batch_plan import BatchPlan
+from hftune.config import EvalConfig
+from hftune.evaluation import evaluate
 from hftune.planning.memory import TensorBytes
 from hftune.strategies import sharding
 from hftune.strategies.data_parallel import DataParallel
@@ -120,6 +127,9 @@ class Wide(Task):
     def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         return (outputs - target).square().sum()
 
+    def predictions(self, outputs: Tensor, model: nn.Module, batch: dict[str, Tensor]) -> list[dict[str, int]]:
+        return [{}] * len(outputs)
+
 
 def test_auto_measures_what_a_second_micro_batch_needs():
     task = Wide()
@@ -152,3 +162,47 @@ def test_memory_on_the_host_is_not_pinned_where_the_machine_does_not_allow_it(mo
     monkeypatch.setattr(sharding.torch, "empty_like", refusing)
     monkeypatch.setattr(Tensor, "is_cuda", True)
     assert empty_on_host(torch.ones(2, 3).t()).is_contiguous()
+
+
+class RoundedWeights(TorchDispatchMode):
+    """Counts how often each weight is rounded."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.names = {value.data_ptr(): name for name, value in model.named_parameters()}
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default and args[0].data_ptr() in self.names:
+            self.counts[self.names[args[0].data_ptr()]] += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture
+def fresh_state():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield AcceleratorState._reset_state
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_step_and_an_evaluation_round_each_weight_once(monkeypatch, fresh_state):
+    """Not once in each of their micro-batches; the gradient is that of weights rounded in each."""
+    gradients = []
+    for is_kept in (True, False):
+        fresh_state()
+        torch.manual_seed(0)
+        strategy = DataParallel(Accelerator(cpu=True, mixed_precision="bf16"), task := Wide())
+        strategy.prepare(model := task.build_model(), torch.optim.AdamW(model.parameters()))
+        dataset = torch.randn(12, 64)
+        if not is_kept:
+            monkeypatch.setattr(strategy, "rounding_once", nullcontext)
+        (batch,) = strategy.batches(dataset, BatchPlan(12, 12, micro_batch_size=4).epoch(0), num_workers=0)
+        assert len(batch.mine) == 3
+        with RoundedWeights(model) as rounded:
+            strategy.forward_backward(batch, seed=0, step=0)
+        gradients.append([value.grad for value in model.parameters()])
+        with strategy.evaluating(), RoundedWeights(model) as evaluated:
+            evaluate(strategy, dataset, EvalConfig(batch_size=4))
+        names = [name for name, _ in model.named_parameters()]
+        assert rounded.counts == evaluated.counts == dict.fromkeys(names, 1 if is_kept else 3)
+    assert all(torch.equal(kept, each) for kept, each in zip(*gradients, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -98,6 +98,7 @@ def test_an_evaluation_looks_at_the_rows_of_a_batch_when_the_next_one_is_compute
         **{"task": Scored(events), "model": None, "forward": forward, "exact": torch.float64, "evaluation_batches": batches},
         **{"share": list, "any_process": bool, "gather_to_main": lambda rows, at_once: rows, "on_main": lambda run: run()},
         progress=SimpleNamespace(tick=lambda: None),
+        rounding_once=nullcontext,
     )
     found = evaluate(strategy, [10.0, 20.0, 30.0, 40.0, 50.0], EvalConfig(batch_size=2))
     assert events == [
