@@ -500,4 +500,4 @@ def test_a_trained_recognizer_answers_as_in_transformers(recipe, tmp_path):
 def test_a_library_that_the_first_evaluation_needs_is_missed_before_the_data_are_read(recipe, monkeypatch):
     monkeypatch.setattr(speech_recognition, "find_spec", {"jiwer": None}.get)
     with pytest.raises(ConfigError, match=r'needs jiwer, which is not installed: pip install "hftune\[audio\]"'):
-        Recipe.load(recipe)
+        Recipe.load(recipe).validate()
