@@ -14,6 +14,7 @@ from hftune.checkpoints.output_dir import OutputDir, TrainResult
 from hftune.checkpoints.resume import keep_settled
 from hftune.checkpoints.train_state import Provenance
 from hftune.config import Recipe
+from hftune.distributed.accelerator import explained_determinism
 from hftune.distributed.session import Session
 from hftune.errors import Interrupted
 from hftune.finish import finish, interrupted, say_finished
@@ -43,7 +44,8 @@ def train(recipe: Recipe, callbacks: Sequence[Callback] = ()) -> TrainResult:
     recipe.validate()
     users = [*make_callbacks(recipe.callbacks), *callbacks]
     # The folder is released last: trackers may upload from it for hours after the other processes have left.
-    with OutputDir(recipe, [callback.made_as for callback in callbacks]) as output, Session(recipe) as session:
+    made_as = [callback.made_as for callback in callbacks]
+    with OutputDir(recipe, made_as) as output, Session(recipe) as session, explained_determinism():
         keep_settled(recipe)
         claim(output, session)
         parts = build(recipe, session.progress)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from accelerate import (
@@ -97,6 +99,25 @@ def set_numerics(config: TrainConfig) -> None:
     torch.use_deterministic_algorithms(config.deterministic)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its first handle is made
+
+
+@contextmanager
+def explained_determinism() -> Iterator[None]:
+    """Turn the error of an operation that ``deterministic`` forbids into one that names the setting.
+
+    Raises:
+        ConfigError: it has no deterministic implementation on this device.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        operation, is_forbidden, _ = str(error).partition(" does not have a deterministic implementation")
+        if not is_forbidden:
+            raise
+        raise ConfigError(
+            f"train.deterministic=true: the model needs {operation}, which has no implementation that gives the same "
+            "bits every time. Set train.deterministic=false."
+        ) from error
 
 
 def fsdp_plugin() -> FullyShardedDataParallelPlugin | None:

@@ -182,7 +182,8 @@ class SemanticSegmentation(PretrainedImageTask):
         from torch.nn.functional import cross_entropy
 
         pairs = _scaled(outputs, target)
-        losses = [cross_entropy(logits_nKHW, labels_nHW, reduction="sum") for logits_nKHW, labels_nHW in pairs]
+        # Not reduction="sum", which adds up in another order each time on GPUs: train.deterministic refuses it.
+        losses = [cross_entropy(logits_nKHW, labels_nHW, reduction="none").sum() for logits_nKHW, labels_nHW in pairs]
         return sum(losses[1:], losses[0])
 
     def num_items(self, target: Any) -> int:
