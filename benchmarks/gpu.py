@@ -8,8 +8,8 @@ Losses: each recipe trains for --loss-steps steps with dropout off, as masks are
 on the CPU in float32; on a GPU in float32 (no TF32) and in bf16, both with train.deterministic; once more in bf16, killed with
 SIGKILL as soon as the first checkpoint is complete, then started again. Where there are two GPUs, two processes do the same in
 float32. "float32", "bf16" and "two" are the largest relative differences of a logged training or evaluation loss to the CPU's.
-"old CPU" is that of the same CPU computing without AVX: how far a change of last bits goes in these steps. A GPU changes more of
-them: a hundred times as much is allowed where that is more than the bound.
+"old CPU" is that of the same CPU computing without AVX: how far a change of last bits goes in these steps. A GPU changes more
+of them: a hundred times as much is allowed where that is more than the bound.
 "resumed" says whether all weights of the last model and all logged values are those of the run that was left alone; where a
 model needs kernels that do not repeat their bits, it says how far the losses are apart.
 
