@@ -82,7 +82,7 @@ class OnDemand:
                 return
             unit = self.units[first]
             in_use = is_gathered(unit)  # by a part of it, which waits for its own weights
-            for group in groups_of(unit):
+            if (group := group_of(unit)) is not None:
                 group._to_sharded()  # not reshard(), which may leave it gathered during a forward pass
             unit.unshard()
             if not in_use:
@@ -90,11 +90,9 @@ class OnDemand:
 
 
 def is_gathered(unit: FSDPModule) -> bool:
-    return any(group.is_unsharded for group in groups_of(unit))
+    return (group := group_of(unit)) is not None and group.is_unsharded
 
 
-def groups_of(unit: FSDPModule) -> list[Any]:
-    """Return FSDP's groups of parameters of a unit; before torch 2.12 it has one at most."""
-    state = unit._get_fsdp_state()
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
+def group_of(unit: FSDPModule) -> Any:
+    """Return FSDP's group of a unit's parameters; None if it has none of its own."""
+    return unit._get_fsdp_state()._fsdp_param_group  # torch 2.11 has no _fsdp_param_groups; several need a shard_placement_fn

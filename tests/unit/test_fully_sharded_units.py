@@ -103,9 +103,10 @@ def test_what_is_called_may_be_asked_for_its_settings_and_for_no_weight():
     assert len(noted) == 3
 
 
-@pytest.mark.parametrize("gathered", [True, False])
-def test_a_gathered_unit_is_known_by_what_each_release_of_torch_calls_its_groups(gathered):
-    group = SimpleNamespace(is_unsharded=gathered)
-    for state in ({"_fsdp_param_groups": [group]}, {"_fsdp_param_group": group}):  # from 2.12 on, and 2.11
-        assert is_gathered(SimpleNamespace(_get_fsdp_state=lambda state=state: SimpleNamespace(**state))) == gathered
-    assert not is_gathered(SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_group=None)))
+@pytest.mark.parametrize(
+    ("group", "gathered"),
+    [(SimpleNamespace(is_unsharded=True), True), (SimpleNamespace(is_unsharded=False), False), (None, False)],
+)
+def test_a_unit_is_gathered_if_its_parameters_are_and_torch_2_11_says_so_too(group, gathered):
+    state = SimpleNamespace(_fsdp_param_group=group)  # what FSDPState has in 2.11, and still has in 2.13
+    assert is_gathered(SimpleNamespace(_get_fsdp_state=lambda: state)) == gathered

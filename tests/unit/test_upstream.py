@@ -204,7 +204,7 @@ def agents_exchange_sizes_and_ranks_in_their_store():
 def sharded_modules_know_what_is_gathered():
     state = imported("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState")
     group = imported("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup")
-    assert state()._fsdp_param_groups == [] and callable(state._lazy_init)
+    assert state()._fsdp_param_group is None and callable(state._lazy_init)
     assert callable(group._to_sharded) and callable(imported("torch.distributed.fsdp.FSDPModule")._get_fsdp_state)
 
 
@@ -424,33 +424,15 @@ TABLE = [
         "pytorch: to_empty for some of a model's tensors",
         modules_apply_a_function_to_their_tensors,
     ),
-    Upstream(
-        "_get_fsdp_state",
-        "strategies",
-        "processes that generate on shards gather a unit when one of them needs it",
-        "pytorch: FSDPModule says whether it is gathered",
-        sharded_modules_know_what_is_gathered,
-    ),
-    Upstream(
-        "_fsdp_param_groups",
-        "strategies",
-        "processes that generate on shards gather a unit when one of them needs it",
-        "pytorch: FSDPModule says whether it is gathered",
-        sharded_modules_know_what_is_gathered,
-    ),
-    Upstream(
-        "_lazy_init",
-        "strategies",
-        "processes that generate on shards gather a unit when one of them needs it",
-        "pytorch: FSDPModule says whether it is gathered",
-        sharded_modules_know_what_is_gathered,
-    ),
-    Upstream(
-        "_to_sharded",
-        "strategies",
-        "processes that generate on shards gather a unit when one of them needs it",
-        "pytorch: FSDPModule says whether it is gathered",
-        sharded_modules_know_what_is_gathered,
+    *(
+        Upstream(
+            name,
+            "strategies",
+            "processes that generate on shards gather a unit when one of them needs it",
+            "pytorch: FSDPModule says whether it is gathered",
+            sharded_modules_know_what_is_gathered,
+        )
+        for name in ("_get_fsdp_state", "_fsdp_param_group", "_lazy_init", "_to_sharded")
     ),
     Upstream(
         "_is_fsdp_managed_module",
