@@ -468,7 +468,7 @@ class ParallelConfig(Section):
     the pipelines run data parallel. 1: no pipeline; each process has the whole model."""
     schedule: str = key("1f1b", choices=PIPELINE_SCHEDULES, changes="rounding")
     """Order of the micro-batches' forward and backward passes: gpipe, 1f1b, interleaved or zero_bubble. interleaved idles less
-    and communicates more; zero_bubble computes weight gradients while it would otherwise idle."""
+    and communicates more; zero_bubble computes weight gradients while it would otherwise idle, and needs torch 2.13."""
     virtual_stages: int | None = key(None, ge=1, needs=("schedule", ("interleaved", "zero_bubble")), changes="rounding")
     """Stages on each process for interleaved and zero_bubble. null: 2 for interleaved, 1 for zero_bubble."""
     split: list[int] | None = key(None, ge=1, changes="rounding")

@@ -198,6 +198,11 @@ def check_parallel(recipe: Recipe, num_processes: int) -> None:
         )
     if train.compile:
         raise ConfigError(f"train.compile=true does not work with {asked}. Set it to false.")
+    if recipe.parallel.schedule == "zero_bubble" and torch.__version__ < "2.13":
+        raise ConfigError(
+            f"parallel.schedule=zero_bubble needs torch 2.13 or newer, not {torch.__version__}, which computes wrong gradients "
+            "of weights that a stage uses twice. Set parallel.schedule=1f1b or interleaved."
+        )
     if num_processes % stages:
         fitting = ", ".join(str(count) for count in range(1, num_processes + 1) if num_processes % count == 0)
         were = "1 process that was" if num_processes == 1 else f"{num_processes} processes that were"

@@ -113,7 +113,8 @@ class Stage(nn.Module):
             return torch.zeros(1, device=next(self.stage.parameters()).device)
         loss = self.task.loss(outputs, micro_batch.target)
         self.losses[index] = loss.detach()
-        return (loss * micro_batch.weight.to(loss.dtype)).reshape(1).clone()
+        # As _schedule_for declares it, which torch 2.11 insists on. Gradients are as exact: that of the cast is 1.
+        return (loss * micro_batch.weight.to(loss.dtype)).reshape(1).float().clone()
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,19 +1,24 @@
 """How models are cut into stages, and what is refused."""
 
 import logging
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hftune import ConfigError, Recipe
 from hftune.build import check_pipeline, plan_batches
 from hftune.distributed.preflight import check_launcher
+from hftune.strategies.pipeline import PipelineMicroBatch, Stage
 from hftune.strategies.pipeline_stages import balanced, check_stages, cut, layers_of
+from hftune.strategies.seeds import LayerSeeds
 from tests.support.runs import FSDP
 from tests.support.tasks import Chain, NextToken
 
@@ -129,6 +134,21 @@ def test_what_cannot_be_cut_is_refused(name):
     assert what in str(caught.value) and hint in str(caught.value)
 
 
+def test_a_last_stage_returns_its_loss_as_declared_with_the_gradients_of_float64():
+    """torch 2.11 refuses float64 there; in float32 the loss itself would have lost digits, and so would its gradients."""
+    task = NextToken(model="chain", float64=True)
+    batch = task.collate(task.datasets()["train"][:3])
+    last = cut(task.build_model(), 2)[1]
+    stage = Stage(last, 1, 2, task, SimpleNamespace(autocast=nullcontext), LayerSeeds(torch.device("cpu")))
+    micro_batch = PipelineMicroBatch({"input_ids": batch["input_ids"]}, batch["labels"], (0, 0, 0), torch.tensor(1 / 3), 3)
+    stage.micro_batches, hidden = [micro_batch], torch.randn(*batch["input_ids"].shape, 16, dtype=torch.float64)
+    expected = task.loss(last(hidden, batch["input_ids"]), batch["labels"])
+    gradients = torch.autograd.grad(expected * micro_batch.weight.double(), [*last.parameters()])
+    returned = stage(hidden, torch.tensor(0))
+    assert returned.dtype == torch.float32 and torch.equal(stage.losses[0], expected)
+    assert all(map(torch.equal, torch.autograd.grad(returned.sum(), [*last.parameters()]), gradients))
+
+
 STAGES = "parallel.pipeline_stages=2"
 ASKED = {
     "world": ("4", ("parallel.pipeline_stages=3",), "pipeline_stages=3 does not divide the 4 processes", "one of 1, 2, 4."),
@@ -137,6 +157,12 @@ ASKED = {
     "auto": ("4", ("train.micro_batch_size=auto",), "train.micro_batch_size=auto does not work", "train.micro_batch_size=4"),
     "fp16": ("4", ("train.mixed_precision=fp16",), "train.mixed_precision=fp16 does not work", "Use bf16 or no."),
     "compile": ("4", ("train.compile=true",), "train.compile=true does not work", "Set it to false."),
+    "old torch": (
+        "4",
+        ("parallel.schedule=zero_bubble",),
+        "zero_bubble needs torch 2.13 or newer, not 2.12.1+cu130",
+        "=1f1b or",
+    ),
 }
 
 
@@ -145,6 +171,8 @@ def test_what_does_not_go_with_a_pipeline_is_refused_before_anything_is_loaded(n
     world_size, words, what, hint = ASKED[name]
     for variable, value in {"WORLD_SIZE": world_size, **(FSDP if name == "FSDP" else {})}.items():
         monkeypatch.setenv(variable, value)
+    if name == "old torch":
+        monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1+cu130"))
     with pytest.raises(ConfigError) as caught:
         check_launcher(Recipe.load(RECIPE, STAGES, *words))
     assert what in str(caught.value) and hint in str(caught.value)
