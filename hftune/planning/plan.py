@@ -307,16 +307,16 @@ def settle_device(recipe: Recipe, wanted: str | None, notices: list[str]) -> tup
         wanted: see ``make_plan``. A device that this PyTorch cannot simulate gets a notice, and its precision.
     """
     name = wanted or ("cuda" if torch.cuda.is_available() and not on_cpu() else "cpu")
-    if name == "cuda" and not torch.backends.cuda.is_built():
+    if name == "cuda" and not torch.cuda.is_available():  # autograd needs a real one: pytorch/pytorch#92627
+        why = "finds no GPU" if torch.version.cuda else "is built without CUDA"
         notices.append(
-            "The memory is estimated for the CPU: this PyTorch is built without CUDA, and cannot simulate a step there. "
+            f"The memory is estimated for the CPU: this PyTorch {why}, and cannot simulate a step there. "
             "Weights, gradients and optimizer are the same on a GPU; activations may differ, as other kernels run."
         )
         name = "cpu"
     device, precision = torch.device(name), recipe.train.mixed_precision
     if precision == "auto":
-        is_here = device.type == "cuda" and torch.cuda.is_available()
-        precision = "bf16" if (computes_bf16(device) if is_here else wanted == "cuda") else "no"
+        precision = "bf16" if (computes_bf16(device) if device.type == "cuda" else wanted == "cuda") else "no"
         if precision == "bf16":
             notices.append("train.mixed_precision=auto: planned with bf16.")
     base_dtype = recipe.adapter.base_dtype

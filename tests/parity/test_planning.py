@@ -348,12 +348,14 @@ def test_tokens_are_planned_with_a_share_of_a_step_and_auto_precision_with_that_
     assert "train.mixed_precision=auto: planned with bf16." in make_plan(recipe, device="cuda").notices
 
 
-def test_a_gpu_that_this_pytorch_does_not_know_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+@pytest.mark.parametrize(("built_for", "what"), [(None, "is built without CUDA"), ("13.0", "finds no GPU")])
+def test_a_gpu_that_this_pytorch_cannot_simulate_is_told(built_for, what, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", built_for)
     plan = make_plan(own(tmp_path, "tests.support.tasks.Tagging"), device="cuda")
     assert plan.memory.device == "cpu"
     assert plan.notices == [
-        "The memory is estimated for the CPU: this PyTorch is built without CUDA, and cannot simulate a step there. Weights, "
+        f"The memory is estimated for the CPU: this PyTorch {what}, and cannot simulate a step there. Weights, "
         "gradients and optimizer are the same on a GPU; activations may differ, as other kernels run."
     ]
 
