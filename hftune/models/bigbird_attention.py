@@ -270,7 +270,15 @@ def _compiled_flex(device_type: str) -> Callable[..., Tensor]:
     the backward pass would have none left, because the only default has 128; "max-autotune" adds some of 64. With the tiles
     given, it compiles and compares a handful of numbers of stages. On CPUs, kernels for dynamic sizes do not compile
     ("cur_kvSplitSize1 was not declared").
+
+    Raises:
+        ConfigError: torch.compile has no ``recompile_limit`` yet, and would give up after eight numbers of tokens.
     """
+    if torch.__version__ < "2.12":
+        raise ConfigError(
+            f"task.model_config.block_sparse_kernel=flex needs torch 2.12 or newer, not {torch.__version__}. "
+            "Use block_sparse_kernel=gathered."
+        )
     settings = {} if device_type == "cpu" else {"mode": "max-autotune-no-cudagraphs"}
     return torch.compile(flex_attention, fullgraph=True, dynamic=False, recompile_limit=64, **settings)
 

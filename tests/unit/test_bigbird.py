@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.torch_version import TorchVersion
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -439,6 +440,12 @@ def test_flex_attention_refuses_to_train_on_a_cpu_and_says_where_it_does_not_com
     monkeypatch.setattr(bigbird_attention, "_compiled_flex", compiled)
     with torch.no_grad(), pytest.raises(ConfigError, match=r"cannot be compiled here \(TorchDynamoException: No working C\+\+"):
         model(words(1, 64))
+
+
+def test_flex_attention_needs_a_torch_that_compiles_for_more_than_eight_lengths(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    with pytest.raises(ConfigError, match=r"flex needs torch 2\.12 or newer, not 2\.11\.0\+cu130\. Use .*=gathered\.$"):
+        bigbird_attention._compiled_flex.__wrapped__("cpu")
 
 
 def test_result_of_a_row_depends_neither_on_its_neighbours_nor_on_the_padding(pretrained):
