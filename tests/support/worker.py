@@ -49,7 +49,6 @@ IMPORTED = (
     *(
         "transformers.models.auto.processing_auto",
         *("transformers.models.bert.tokenization_bert", "transformers.models.bert.tokenization_bert_legacy"),
-        "torch.profiler._cupti_monitor",
     ),
     *(
         "torch.distributed.run",
@@ -64,6 +63,7 @@ OPTIONAL = (
     *("mlflow.store.tracking.sqlalchemy_store", "rouge_score.rouge_scorer"),
     *("tensorboard.backend.event_processing.event_accumulator", "transformers.trainer"),
     *("wandb.sdk.launch", "wandb.apis.public"),
+    "torch.profiler._cupti_monitor",  # since torch 2.13
 )
 """Imported, too, where they are installed: what tests and tracked runs need of them takes seconds.
 

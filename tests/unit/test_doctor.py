@@ -6,6 +6,7 @@ import sys
 from collections import namedtuple
 
 import pytest
+import torch
 
 from hftune import doctor
 from hftune.doctor import FAULT, NOTICE, OK, Finding, main
@@ -71,6 +72,7 @@ def test_a_small_disk_and_little_shared_memory_are_notices(monkeypatch):
 
 def test_a_gpu_build_without_a_driver_is_a_fault(monkeypatch):
     monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(torch.version, "cuda", None)
     (finding,) = found("GPUs")
     assert finding.level == FAULT and finding.todo == "install the build for GPUs"
 

@@ -67,7 +67,9 @@ CHATS = [
 def test_tokens_and_losses_are_those_of_the_processor_and_of_the_models_own_head(family, models, folder):
     task = task_of(folder, CHATS, models[family], freeze_vision=False)
     samples, model = task.datasets()["train"], task.build_model().eval()
-    processor = qwen_processor(models[family]) if "qwen" in family else AutoProcessor.from_pretrained(models[family])
+    processor = (
+        qwen_processor(models[family]) if "qwen" in family else AutoProcessor.from_pretrained(models[family], backend="pil")
+    )
     alone = []
     for row, sample in zip(CHATS, samples, strict=True):
         paths = iter(row["images"])

@@ -199,7 +199,8 @@ def test_an_export_answers_as_the_pipeline_of_transformers(folder, tmp_path):
     paths = sorted((folder / "validation" / "image").iterdir())
     with torch.no_grad():
         answers = fresh.predict(model, paths)
-    theirs = pipeline("image-segmentation", model=str(tmp_path / "model"), device="cpu")
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "model", backend="pil")
+    theirs = pipeline("image-segmentation", model=str(tmp_path / "model"), image_processor=processor, device="cpu")
     for path, answer in zip(paths, answers, strict=True):
         assert answer["mask"].size == Image.open(path).size and answer["mask"].mode == "P"
         numbers = read_mask(answer["mask"], "")
