@@ -1,14 +1,15 @@
 """Train each kind of task beside the trainer that people use for it, with the same settings: the metric, and samples a second.
 
-    python benchmarks/against_trainer.py [--data FOLDER] [--tasks reviews tags speech chats ...] [--rounds 5]
+    python benchmarks/against_trainer.py [--data FOLDER] [--tasks reviews tags speech chats ...] [--rounds 5] [--processes 2]
 
 FOLDER holds the real data, in the folders yelp and images; without it, and where it has none for a task, samples are generated.
 Both start from the same new weights, with the same optimizer, schedule, clipping and batch, in float32. transformers' Trainer
 shuffles, pads and prepares images in every epoch as it does by default, with the model as transformers builds it; a model is
 scored by its task's own metrics. Each round has another seed. The two train in processes of their own and take turns after
-each step. "samples/s" are those of training alone on one thread, from the end of the second step to the end of the last,
-without evaluations, saving and the loading of libraries. hftune checks or decodes images once, before the training: its time
-includes that, the CPU's. Both decode recordings before the training.
+each step. "samples/s" are those of training alone on one thread a process, from the end of the second step to the end of the
+last, without evaluations, saving and the loading of libraries. hftune checks or decodes images once, before the training: the
+CPU time of that counts, too. Both decode recordings before the training. With --processes 2, both train with DDP over Gloo on
+the same global batch; sentence-transformers' negatives are then those of a process, and hftune's those of the batch.
 
 chats: TRL's SFTTrainer packs whole chats by best fit into rows of task.max_length tokens, its default, and starts positions
 again with each chat. On a CPU, transformers makes a mask of that, so that no chat sees another, and SDPA computes all scores of
@@ -160,7 +161,15 @@ def main() -> None:
             case = CASES[name]
             contenders = ("hftune", TRAINERS[case.library])
             turns = [
-                side_by_side((train_ours, train_theirs), turn, folder, name, words_of(name, options, Path(folder), turn))
+                side_by_side(
+                    (train_ours, train_theirs),
+                    turn,
+                    folder,
+                    name,
+                    words_of(name, options, Path(folder), turn),
+                    processes=options.processes,
+                    quick=options.smoke,
+                )
                 for turn in range(options.rounds)
             ]
             (scores, speeds), (their_scores, their_speeds) = (zip(*found, strict=True) for found in zip(*turns, strict=True))
@@ -170,10 +179,12 @@ def main() -> None:
                 spread = f"{min(found):.3f} to {max(found):.3f}"
                 compared = ratio if who == "hftune" else ""
                 rows.append((name, who, case.metric, f"{mean(found):.3f}", spread, f"{median(fast):.0f}", compared))
-            measured[f"{name}: {case.metric} of hftune, of {TRAINERS[case.library]}; samples a second against its"] = (
+            where = "" if options.processes == 1 else f" on {options.processes} processes"
+            measured[f"{name}{where}: {case.metric} of hftune, of {TRAINERS[case.library]}; samples a second against its"] = (
                 f"{mean(scores):.3f}, {mean(their_scores):.3f}; {ratio}"
             )
-    title = f"The same training by hftune and by other trainers, {options.rounds} seeds, one thread"
+    on = "one process" if options.processes == 1 else f"{options.processes} processes"
+    title = f"The same training by hftune and by other trainers, {options.rounds} seeds, {on} of one thread"
     header = ("task", "", "metric", "mean", "from ... to", "samples/s", "ratio (from ... to)")
     save(__file__, options, [print_table(title, header, rows)], measured)
 
@@ -194,6 +205,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="seeds (default %(default)s)")
     parser.add_argument("--train", type=int, default=2000, help="training samples of each task, at most")
     parser.add_argument("--evaluate", type=int, default=200, help="evaluation samples (default %(default)s)")
+    parser.add_argument("--processes", type=int, default=1, choices=(1, 2), help="of each trainer (default %(default)s)")
     parser.add_argument("--max-epochs", type=int, help="fewer epochs than each task has")
     return parse_options(parser, smoke={"rounds": 1, "train": 192, "evaluate": 32, "max_epochs": 1})
 
@@ -207,6 +219,8 @@ def words_of(name: str, options: argparse.Namespace, folder: Path, turn: int) ->
     if name == "chats":
         words += [f"task.data_files.{split}={path}" for split, path in chat_files(options, folder).items()]
     words += [f"task.max_train_samples={min(case.samples, options.train)}", f"task.max_eval_samples={options.evaluate}"]
+    if options.processes > 1:
+        words.append(f"train.parts={options.processes}")
     if options.max_epochs:
         words += [f"train.epochs={options.max_epochs}", f"eval.every={options.max_epochs} epochs"]
     return words
@@ -265,6 +279,8 @@ def train_ours(stopwatch: Stopwatch, folder: str, name: str, words: list[str]) -
     from hftune import Callback, train
 
     class Steps(Callback):
+        on_all_processes = True
+
         def on_step(self, step: Any) -> None:
             stopwatch.end_step()
 
@@ -276,10 +292,13 @@ def train_ours(stopwatch: Stopwatch, folder: str, name: str, words: list[str]) -
     num_samples = len(recipe.task.datasets()["train"])  # decodes images
     if hasattr(recipe.task, "image_column"):
         stopwatch.seconds = time.process_time() - began
-    with tempfile.TemporaryDirectory() as output:
-        recipe.output_dir = output
-        result = train(recipe, [Steps()])
+    recipe.output_dir = f"{folder}/{name}-{recipe.seed}"  # one for all processes
+    result = train(recipe, [Steps()])
     return result.metrics[CASES[name].metric], speed(stopwatch, num_samples * recipe.train.epochs)
+
+
+def num_processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def speed(stopwatch: Stopwatch, num_samples: int) -> float:
@@ -307,7 +326,7 @@ def train_theirs(stopwatch: Stopwatch, folder: str, name: str, words: list[str])
         settings = {
             "output_dir": output,
             "seed": recipe.seed,
-            "per_device_train_batch_size": config.batch_size,
+            "per_device_train_batch_size": config.batch_size // num_processes(),
             "num_train_epochs": config.epochs,
             "learning_rate": config.lr,
             "lr_scheduler_type": config.schedule,
@@ -319,6 +338,7 @@ def train_theirs(stopwatch: Stopwatch, folder: str, name: str, words: list[str])
             "bf16": False,
             "remove_unused_columns": False,
             "use_cpu": True,
+            "ddp_backend": "gloo" if num_processes() > 1 else None,
             "report_to": "none",
             "logging_strategy": "no",
             "save_strategy": "no",
@@ -339,7 +359,7 @@ def trainer_of(recipe: Any, model: Any, dataset: Any, settings: dict[str, Any], 
         from trl import SFTConfig, SFTTrainer
 
         rows = Dataset.from_list([shifted(dataset[index]) for index in range(len(dataset))])
-        packs = recipe.train.batch_size * mean(map(len, rows["input_ids"])) / task.max_length
+        packs = recipe.train.batch_size // num_processes() * mean(map(len, rows["input_ids"])) / task.max_length
         settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": max(1, round(packs))}
         arguments = SFTConfig(**settings, packing=True, max_length=task.max_length)
         return SFTTrainer(model, arguments, train_dataset=rows, processing_class=task.text_tokenizer), model

@@ -7,8 +7,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
+from socket import socket
 from typing import Any
 
 
@@ -53,32 +55,52 @@ class Stopwatch:
         self.began = time.perf_counter()
 
 
-def side_by_side(contenders: Sequence[Callable[..., Any]], turn: int, *given: Any) -> list[Any]:
-    """Call two functions of a module, each in a new process, with a Stopwatch and what is given; return what they return.
+def side_by_side(
+    contenders: Sequence[Callable[..., Any]], turn: int, *given: Any, processes: int = 1, quick: bool = False
+) -> list[Any]:
+    """Call two functions of a module, each in new processes, with a Stopwatch and what is given.
 
     Which of them begins alternates with ``turn``.
+
+    Args:
+        processes: of each contender, which find each other by the variables that torchrun sets. Those of one rank take turns.
+        quick: fork processes from one that has imported the libraries, for trials: they have read their variables already.
+
+    Returns:
+        What the first process of each contender returned.
     """
-    context, ends = get_context("spawn"), Pipe()
-    processes, answers = [], []
-    for place, (contender, end) in enumerate(zip(contenders, ends, strict=True)):
-        answer, question = context.Pipe(duplex=False)
-        words = (question, contender, end, place == turn % 2, *given)
-        processes.append(context.Process(target=_answer, args=words))
-        processes[-1].start()
-        question.close()
-        answers.append(answer)
-    for end in ends:
-        end.close()  # so that one hears of the other's end
+    context, running, answers = get_context("forkserver" if quick else "spawn"), [], []
+    if quick:
+        context.set_forkserver_preload(["transformers.trainer", "hftune.training", *{each.__module__ for each in contenders}])
+    turns = [Pipe() for _ in range(processes)]
+    for place, contender in enumerate(contenders):
+        with closing(socket()) as probe:
+            probe.bind(("127.0.0.1", 0))
+            group = {"WORLD_SIZE": f"{processes}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{probe.getsockname()[1]}"}
+        for rank, ends in enumerate(turns):
+            answer, question = context.Pipe(duplex=False)
+            variables = {**group, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} if processes > 1 else {}
+            words = (question, contender, variables, ends[place], place == turn % 2, *given)
+            running.append(context.Process(target=_answer, args=words))
+            running[-1].start()
+            question.close()
+            answers.append(answer)
+    for ends in turns:
+        for end in ends:
+            end.close()  # so that one hears of the other's end
     try:
-        return [answer.recv() for answer in answers]
+        return [answer.recv() for answer in answers][::processes]
     except EOFError:
         raise SystemExit("a contender failed; see above") from None
     finally:
-        for process in processes:
+        for process in running:
             process.join()
 
 
-def _answer(question: Connection, contender: Callable[..., Any], end: Connection, begins: bool, *given: Any) -> None:
+def _answer(
+    question: Connection, contender: Callable[..., Any], variables: dict[str, str], end: Connection, begins: bool, *given: Any
+) -> None:
+    os.environ.update(variables)
     question.send(contender(Stopwatch(end, begins), *given))
 
 

@@ -186,6 +186,18 @@ def test_smoke_run_ends_well_with_a_sensible_table(tmp_path, monkeypatch, name):
     CHECKS.get(name, lambda *tables: None)(*tables)
 
 
+def test_comparison_with_trainers_on_two_processes_divides_the_batch(tmp_path):
+    output = tmp_path / "result.json"
+    words = ("--smoke", "--tasks", "reviews", "chats", "--processes", "2", "--output", output)
+    command = [warm_python(), BENCHMARKS / "against_trainer.py", *words]
+    done = subprocess.run(command, env=environment(**{STAYS_WARM: "yes"}), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 processes of one thread" in done.stdout and "runs on  2 processes" in done.stderr + done.stdout
+    result = json.loads(output.read_text())
+    assert [what.partition(":")[0] for what in result["measured"]] == ["reviews on 2 processes", "chats on 2 processes"]
+    assert all(value > 0 for value in Cells(result["tables"][0]).column("samples/s"))
+
+
 @pytest.mark.parametrize("name", TRL)
 def test_comparison_with_trl_says_in_a_sentence_that_it_is_not_installed(name):
     done = run_without("trl", name)
