@@ -105,8 +105,9 @@ def install(model: nn.Module, at_once: int | None = None, each: bool = False) ->
     """Let a model that has a ``Head`` take ``targets`` beside its inputs; return a function that undoes it.
 
     Given them, it returns a ``ScoredOutput`` instead of logits, unless the micro-batch is no larger than a chunk: then it
-    returns what it always does, the same bits. ``at_once``: as ``rows_at_once`` takes it. ``each``: of each target, with its
-    gradient, no sum.
+    returns what it always does, the same bits. On a CPU it looks whether most tokens have no target, and computes no logits for
+    them in vain; on a GPU it would have to wait to see that. ``at_once``: as ``rows_at_once`` takes it. ``each``: of each
+    target, with its gradient, no sum.
     """
     original = model.forward.__func__
 
@@ -116,7 +117,7 @@ def install(model: nn.Module, at_once: int | None = None, each: bool = False) ->
             return original(self, *args, **inputs)
         head = Head.of(self)
         size = rows_at_once(head.num_words, targets.is_cuda, at_once)
-        if targets.numel() <= size:
+        if targets.numel() <= size and (targets.is_cuda or 2 * (targets != NO_TARGET).count_nonzero() > targets.numel()):
             return original(self, *args, **inputs)
         losses_BT: Tensor | None = None
 

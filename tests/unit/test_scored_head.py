@@ -155,15 +155,18 @@ def test_an_adapter_on_the_head_is_differentiated(targets):
     same(found, 2e-6)
 
 
-def test_rows_without_a_target_never_meet_the_head():
+@pytest.mark.parametrize("chunk", [4, 10_000])
+def test_rows_without_a_target_never_meet_the_head(chunk):
+    """Not in micro-batches of less than a chunk either, if most have none."""
     model = decoder("llama")
     inputs, labels = batch(model, share=0.3)
     rows = []
-    install(model, at_once=4 * WORDS)
+    install(model, at_once=chunk * WORDS)
     linear = model.lm_head.forward
     model.lm_head.forward = lambda hidden: rows.append(len(hidden)) or linear(hidden)
     model(**inputs, targets=labels).loss_sum.backward()
-    assert sum(rows) == int((labels != -100).sum()) and max(rows) == 4
+    num_targets = int((labels != -100).sum())
+    assert sum(rows) == num_targets and max(rows) == min(chunk, num_targets)
 
 
 def test_without_any_target_loss_and_gradient_are_zero():
