@@ -18,7 +18,6 @@ import io
 import json
 import os
 import runpy
-import select
 import selectors
 import signal
 import socket
@@ -26,6 +25,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -191,7 +191,7 @@ class Fork:
 
     def poll(self, timeout_s: float = 0.0) -> int | None:
         """Return the exit code; None where there is none within the time."""
-        if self.code is None and select.select([self._link], [], [], timeout_s)[0]:
+        if self.code is None and wait([self._link], timeout_s):  # not select(), which takes no descriptor above 1023
             self.code = int(self._answers.readline())
             self._link.close()
         return self.code
