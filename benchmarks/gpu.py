@@ -223,6 +223,8 @@ def summary(options: argparse.Namespace, table: dict[str, Any], gpus: int) -> tu
     """Return a row for each promise, with its bound and the worst that was found, and whether all are kept."""
     kept, rows = True, []
     held = [row for row in table["rows"] if row[0] not in UNREPEATABLE or "failed" in row]
+    if not held:
+        return rows, kept
     columns = dict(zip(table["header"], zip(*held, strict=True), strict=True))
     which = f"{len(options.demos)} demo recipes" if len(options.demos) > 1 else options.demos[0]
     for name, what, bound in (

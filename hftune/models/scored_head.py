@@ -117,7 +117,7 @@ def install(model: nn.Module, at_once: int | None = None, each: bool = False) ->
             return original(self, *args, **inputs)
         head = Head.of(self)
         size = rows_at_once(head.num_words, targets.is_cuda, at_once)
-        has_no_values = targets.is_cuda or isinstance(targets, FakeTensor)  # that are there, without waiting
+        has_no_values = targets.is_cuda or isinstance(targets, FakeTensor)  # to look at without waiting
         if targets.numel() <= size and (has_no_values or 2 * (targets != NO_TARGET).count_nonzero() > targets.numel()):
             return original(self, *args, **inputs)
         losses_BT: Tensor | None = None

@@ -243,8 +243,9 @@ class Strategy(Collectives, ABC):
     def rounding_once(self) -> AbstractContextManager[None]:
         """Within ``with``: let autocast round each weight once, not once in each forward pass. Not collective.
 
-        It keeps what it has rounded until its outermost context ends, which this one is. No weight may change within, and no
-        forward pass without gradient may come before one with it, which would find weights that lead to no parameter.
+        It keeps what it has rounded until its outermost context ends, which this one is; under FSDP it keeps nothing. No weight
+        may change within, and no forward pass without gradient may come before one with it, which would find weights that lead
+        to no parameter.
         """
         return torch.autocast(self.device.type, enabled=False)
 

@@ -53,6 +53,7 @@ def test_a_recipe_whose_kernels_do_not_repeat_their_bits_is_said_to_be_near(gpu)
     assert [gpu.resemblance("a_demo", (one, b"1"), again) for again in ((one, b"1"), (other, b"1"))] == ["bit-equal", "differs"]
     near = [name, *KEPT[1:4], "5.0e-01", KEPT[5], "5.0e-01"]
     assert gpu.summary(Namespace(demos=["a_demo", name]), {"header": HEADER, "rows": [KEPT, near]}, gpus=2)[1]
+    assert gpu.summary(Namespace(demos=[name]), {"header": HEADER, "rows": [near]}, gpus=2) == ([], True)
 
 
 def test_a_loss_that_is_no_number_is_further_than_any_other(gpu):
