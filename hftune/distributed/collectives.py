@@ -46,7 +46,19 @@ class Collectives:
 
     def sum(self, value: Tensor) -> Tensor:
         """Return the sum over all processes of a tensor on the device."""
-        return self.accelerator.reduce(value, reduction="sum")
+        return self.sum_later(value.clone())()
+
+    def sum_later(self, value: Tensor) -> Callable[[], Tensor]:
+        """Begin to replace a tensor on the device by its sum over all processes; return what waits for that and returns it."""
+        if self.num_processes == 1:
+            return lambda: value
+        work = torch.distributed.all_reduce(value, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return value
+
+        return wait
 
     def any_process(self, flag: bool) -> bool:
         """Return, on all processes, whether ``flag`` is true on any of them."""

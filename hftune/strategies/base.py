@@ -30,6 +30,7 @@ from hftune.strategies.loading import Loader, SideStream, read_ahead
 from hftune.strategies.packing import PACKING, padding_of
 from hftune.strategies.seeds import seed_forward
 from hftune.strategies.sharding import Sharding
+from hftune.strategies.statistics import RunningStatistics
 from hftune.strategies.step_times import StepTimes
 from hftune.task import Task
 
@@ -121,6 +122,8 @@ class Strategy(Collectives, ABC):
         """Whether the model computes the loss together with its head, given targets; set before ``prepare``."""
         self.teacher: Teacher | None = None
         """Of ``train.teacher``; set before ``prepare``."""
+        self.statistics = RunningStatistics([], self.exact)
+        """Which all processes average over a step; those of a pipeline's stages are the stages'."""
         self.most: tuple[int | None, int | None] = 0, 0
         """Bounds of a micro-batch: its samples, and its tokens; None: no bound. Set before the first step."""
         self._loaders: dict[str, Loader] = {}
@@ -128,7 +131,9 @@ class Strategy(Collectives, ABC):
         # Of the last forward_backward. Tensors are on the device.
         self._counts: list[float] = []
         """What this process added to the sums."""
-        self._sums = self._means = torch.zeros(())
+        self._sums = torch.zeros(())
+        self._totals: Callable[[], Tensor] = lambda: self._sums
+        """Waits for the sums of losses and running statistics, and returns them."""
         self._micro_losses: list[Tensor] = []
         self._is_finite = True
         """Whether the gradient was, in the last ``report``."""
@@ -193,11 +198,11 @@ class Strategy(Collectives, ABC):
         return StepBatch(step, [*mine, *[dummy_micro_batch(step)] * count], [1] * len(mine) + [0] * count)
 
     @abstractmethod
-    def backward(self, batch: StepBatch, seed: int, step: int, items: Tensor) -> list[Tensor]:
+    def backward(self, batch: StepBatch, seed: int, step: int, items: Callable[[], Tensor]) -> list[Tensor]:
         """Accumulate the gradient of ``sum of losses / items`` over the whole step, on all processes.
 
         Args:
-            items: of the global batch, a scalar on the device.
+            items: waits for the other processes, and returns those of the global batch: a scalar on the device.
 
         Returns:
             The summed loss of each micro-batch of this process, times its weight: scalars on the device. Zeros on a process
@@ -376,22 +381,31 @@ class Strategy(Collectives, ABC):
     def forward_backward(self, batch: StepBatch, seed: int, step: int, asks: Asks = NOTHING_ASKED) -> None:
         """Accumulate the gradient of the step's mean loss, in float32. Does not wait for the device.
 
+        What else the processes add up travels beside the forward pass, and beside clipping: ``report`` waits for the latter.
+
         Args:
             asks: what this process asks for. It travels with the sums of the step, and ``report`` has everybody's.
         """
         self._counts = [*batch.counts, *asks]
         told = torch.tensor([*self._counts, *self.times.told()], dtype=self.exact, pin_memory=self.device.type == "cuda")
-        self._sums = self.sum(told.to(self.device, non_blocking=True))  # from pinned memory, without waiting
-        items = self._sums[0]
+        counted = self.sum_later(told.to(self.device, non_blocking=True))  # from pinned memory, without waiting
+
+        def items() -> Tensor:
+            with self.times.waiting():
+                self._sums = counted()
+            return self._sums[0]
+
         self._micro_losses = self.backward(batch, seed, step, items)
         own = [torch.stack(self._micro_losses).sum(dtype=self.exact)]
         if self.teacher is not None:
             own.append(self.teacher.total.to(self.exact))
-        self._means = self.sum(torch.stack(own)) / items
+        self._totals = self.sum_later(torch.cat([torch.stack(own), *self.statistics.own()]))
 
     def report(self, grad_norm: Tensor) -> StepReport:
         """Read the results of ``forward_backward`` and ``clip_grad_norm``: the only wait for the device in a step."""
-        norm, *sums = torch.cat([grad_norm.to(self.exact).view(1), self._sums, self._means]).tolist()
+        totals, statistics = self._totals().tensor_split([1 if self.teacher is None else 2])
+        self.statistics.finish(statistics)
+        norm, *sums = torch.cat([grad_norm.to(self.exact).view(1), self._sums, totals / self._sums[0]]).tolist()
         self._is_finite = math.isfinite(norm)
         loss, *others = sums[len(self._sums) :]
         counts, seconds = sums[: len(self._counts)], sums[len(self._counts) : len(self._sums)]

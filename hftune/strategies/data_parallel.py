@@ -56,7 +56,6 @@ class DataParallel(Strategy):
             self.together, self.counts_samples = context, self.context.rank == 0
         self.sharding = Sharding(accelerator, self)
         self._seeds = LayerSeeds(self.device)
-        self._statistics = RunningStatistics([], self.exact)
         self._checked_gradients = False
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -143,9 +142,9 @@ class DataParallel(Strategy):
             )
         if frozen:
             freeze({module: None for module, _ in places})
-        self._statistics = RunningStatistics([] if frozen else places, self.exact)
-        if self._is_ddp:  # it sends buffers at each step, even constant ones
-            self.sharding.wrapped.broadcast_buffers = bool(self._statistics.places)
+        self.statistics = RunningStatistics([] if frozen else places, self.exact)
+        if self._is_ddp:  # it would send buffers at each step: they are constant, or the same sums on all processes
+            self.sharding.wrapped.broadcast_buffers = False
         return class_names(places)
 
     @property
@@ -168,7 +167,7 @@ class DataParallel(Strategy):
         """Return a loss whose backward pass comes by all parameters, for DDP waits for each of them: see ``ReachingAll``."""
         if not self._is_ddp:
             return loss
-        return ReachingAll.apply(loss, *(value for value in self.sharding.model.parameters() if value.requires_grad))
+        return ReachingAll.apply(loss, *self.sharding.trained)
 
     def notices(self) -> list[str]:
         if self.context is None:
@@ -179,7 +178,7 @@ class DataParallel(Strategy):
         def drop_gradient(parameter: Tensor) -> None:  # as if it had been added to one that is there
             parameter.grad = None
 
-        parameters = [parameter for parameter in self.sharding.model.parameters() if parameter.requires_grad]
+        parameters = self.sharding.trained
         failed, hooks = False, []
         try:
             # The optimizer allocates its moments in its first step.
@@ -206,12 +205,12 @@ class DataParallel(Strategy):
     def num_dummies(self, step: Sequence[MicroBatch], num_mine: int, num_shares: int) -> int:
         return 0 if num_mine else 1  # for the all-reduce of the gradient
 
-    def backward(self, batch: StepBatch, seed: int, step: int, items: Tensor) -> list[Tensor]:
+    def backward(self, batch: StepBatch, seed: int, step: int, items: Callable[[], Tensor]) -> list[Tensor]:
         # DDP and FSDP average the processes' gradients: times num_processes it is their sum, over all items the global mean.
-        scale, losses = self.num_processes / items, []
-        self._statistics.begin()
+        total, losses = None, []
+        self.statistics.begin()
         if self.teacher is not None:
-            self.teacher.total = items.new_zeros(())
+            self.teacher.total = torch.zeros((), dtype=self.exact, device=self.device)
         loss_of, balance, keeps = self._loss_of(batch, seed, step), self.balance(batch, seed, step), self._keeps_graphs(batch)
         self.times.begin_computing()
         with self.rounding_once():
@@ -220,28 +219,28 @@ class DataParallel(Strategy):
                 self._seeds.begin(seed, step, micro_batch.index)
                 inputs = send_to_device(loaded, self.device, non_blocking=True)
                 is_last = index == len(batch.mine) - 1
-                resting = self._statistics.at_rest(weight == 0)
+                resting = self.statistics.at_rest(weight == 0)
                 accumulating = nullcontext() if is_last else self.sharding.accumulating()
                 told = told_of_padding(batch.padding[index] if batch.padding else None)
                 with accumulating, self.explained_memory_errors(inputs, step), resting, told:
                     arguments, target, part = given_to(self.task, inputs, self.scores_head, self.context)
-                    with self._statistics.micro_batch(0 if keeps else weight * len(micro_batch.samples)):
+                    with self.statistics.micro_batch(0 if keeps else weight * len(micro_batch.samples)):
                         outputs = None if keeps else compute(self.sharding.wrapped, **arguments)
                     loss = loss_of(index, outputs, target)
                     loss = loss if part == 1 else loss * part  # not a kernel each way for nothing
                     if self.teacher is not None:
                         loss = self.teacher.mixed(loss, outputs, target, arguments, weight)
+                    total = items() if total is None else total
                     if balance is not None:
-                        loss = loss + balance(outputs, inputs) * items.to(loss.dtype)
-                    scaled = loss * (scale * weight).to(loss.dtype)
+                        loss = loss + balance(outputs, inputs) * total.to(loss.dtype)
+                    scaled = loss * (self.num_processes / total * weight).to(loss.dtype)
                     if is_last:
                         self.times.end_computing_after(scaled)
                         scaled = self._reaching_all(scaled)
                     self.accelerator.backward(scaled)
                 losses.append(loss.detach() * weight)
         self._check_gradients(inputs)
-        fill_gradients(self.sharding.model.parameters())
-        self._statistics.finish(self.sum)
+        fill_gradients(self.sharding.trained)
         return losses
 
     def _loss_of(self, batch: StepBatch, seed: int, step: int) -> Callable[[int, Any, Any], Tensor]:
@@ -289,7 +288,7 @@ class DataParallel(Strategy):
 
         if len(batch.plan) <= self.num_processes:
             return lambda *computed: balancing.loss(*computed, over_step([balancing.choices(*computed)]))
-        with torch.no_grad(), self._statistics.micro_batch(0):
+        with torch.no_grad(), self.statistics.micro_batch(0):
             each = [balancing.choices(*self.compute_again(batch, index, seed, step)) for index in range(len(batch.mine))]
         of_step = over_step(each)
         return lambda *computed: balancing.loss(*computed, of_step)
@@ -304,8 +303,8 @@ class DataParallel(Strategy):
         """
         embeddings, labels = [], []
         for index, (micro_batch, weight) in enumerate(zip(batch.mine, batch.weights, strict=True)):
-            with torch.set_grad_enabled(keeps), self._statistics.at_rest(weight == 0):
-                with self._statistics.micro_batch(len(micro_batch.samples) if keeps else 0):
+            with torch.set_grad_enabled(keeps), self.statistics.at_rest(weight == 0):
+                with self.statistics.micro_batch(len(micro_batch.samples) if keeps else 0):
                     outputs, inputs = self.compute_again(batch, index, seed, step)
                 target = task.target(inputs)
                 embeddings.append(task.embed(outputs, target))
@@ -351,11 +350,12 @@ class DataParallel(Strategy):
         refuse_unused(missing)
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        parameters = [*self.sharding.wrapped.parameters()]
         if max_norm is not None:
-            return self.sharding.whole(self.accelerator.clip_grad_norm_(parameters, max_norm))
+            return self.sharding.whole(self.accelerator.clip_grad_norm_(self.sharding.trained, max_norm))
         self.accelerator.unscale_gradients()
-        return self.sharding.whole(nn.utils.get_total_norm([value.grad for value in parameters if value.grad is not None]))
+        return self.sharding.whole(
+            nn.utils.get_total_norm([value.grad for value in self.sharding.trained if value.grad is not None])
+        )
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
         # Past DDP, whose forward is collective: processes have unequal numbers of batches here.

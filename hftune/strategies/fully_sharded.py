@@ -33,7 +33,7 @@ from hftune.models.stacks import outermost_lists
 from hftune.models.weights import weights_digest
 from hftune.optim.muon import Muon
 from hftune.strategies.averages import part_here
-from hftune.strategies.base import NOTHING_ASKED, Asks, StepBatch, Strategy
+from hftune.strategies.base import Strategy
 from hftune.strategies.data_parallel import DataParallel
 from hftune.strategies.on_demand import OnDemand
 from hftune.strategies.optimizer_state import check_optimizer, options_of
@@ -117,11 +117,6 @@ class FullySharded(DataParallel):
 
     def num_dummies(self, step: Sequence[MicroBatch], num_mine: int, num_shares: int) -> int:
         return -(-len(step) // num_shares) - num_mine  # so that all processes have equally many forward passes
-
-    def forward_backward(self, batch: StepBatch, seed: int, step: int, asks: Asks = NOTHING_ASKED) -> None:
-        if self._statistics.places:
-            self.sharding.share_statistics()  # as DDP does before the first forward pass of a step
-        super().forward_backward(batch, seed, step, asks)
 
     def evaluation_batches(
         self, dataset: Any, micro_batches: list[MicroBatch], num_workers: int, should_stop: Callable[[], bool]

@@ -195,12 +195,12 @@ class Pipeline(Strategy):
     def num_dummies(self, step: Sequence[MicroBatch], num_mine: int, num_shares: int) -> int:
         return self.config.fill_up(num_mine) - num_mine
 
-    def backward(self, batch: StepBatch, seed: int, step: int, items: Tensor) -> list[Tensor]:
-        micro_batches = []
+    def backward(self, batch: StepBatch, seed: int, step: int, items: Callable[[], Tensor]) -> list[Tensor]:
+        micro_batches, total = [], items()
         for micro_batch, weight, loaded in zip(batch.mine, batch.weights, batch.batches, strict=True):
             self.progress.samples(micro_batch.samples)
             on_device = send_to_device(loaded, self.device, non_blocking=True)
-            micro_batches.append(self._micro_batch(on_device, (seed, step, micro_batch.index), weight / items))
+            micro_batches.append(self._micro_batch(on_device, (seed, step, micro_batch.index), weight / total))
             micro_batches[-1].num_samples = weight * len(micro_batch.samples)
         statistics = [stage.statistics for stage in self._stages.values()]
         for one in statistics:
@@ -208,7 +208,7 @@ class Pipeline(Strategy):
         with self.explained_memory_errors(batch.batches[0], step):
             self._run(micro_batches, backward=True)
         for one in statistics:
-            one.finish(self.sharding.sum_over_replicas)
+            one.finish(self.sharding.sum_over_replicas(torch.cat(one.own())))
         self._unused = without_gradient(self.sharding.parameters())
         self.sharding.sum_gradients()
         last = self._last_stage

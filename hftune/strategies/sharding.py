@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from inspect import signature
 from itertools import chain
 from pathlib import Path
@@ -93,6 +93,11 @@ class Sharding:
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of which this process holds at least a part, by their names in the whole model. Local."""
         return dict(self.model.named_parameters())
+
+    @cached_property
+    def trained(self) -> list[nn.Parameter]:
+        """What this process holds of the parameters that have gradients: found once, for a step looks at them repeatedly."""
+        return [value for value in self.model.parameters() if value.requires_grad]
 
     def tensors(self) -> Tensors:
         """Return everything on this process that belongs in a checkpoint: the live tensors, not copies. Local.

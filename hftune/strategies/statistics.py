@@ -7,7 +7,7 @@ and the results are averaged, weighted by samples: the same however the step is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -76,19 +76,20 @@ class RunningStatistics:
         for place, buffer in zip(self.places, self._start, strict=True):
             setattr(*place, buffer.clone())
 
+    def own(self) -> list[Tensor]:
+        """Return what this process adds to the sums of a step: flat tensors, none without statistics."""
+        weight = [total.new_full((1,), self._weight) for total in self._sums[:1]]  # no copy to a GPU
+        return [total.flatten() for total in self._sums] + weight
+
     @torch.no_grad()
-    def finish(self, sum_up: Callable[[Tensor], Tensor]) -> None:
+    def finish(self, sums: Tensor) -> None:
         """Replace the statistics by their average over the step's micro-batches.
 
         Args:
-            sum_up: returns the sum of a tensor over the processes.
+            sums: over all processes, of their ``own`` one after the other.
         """
-        if not self.places:
-            return
-        device = self._start[0].device
-        own = [*self._sums, torch.full((1,), self._weight, dtype=self.exact, device=device)]  # no copy to a GPU
-        *sums, weight = sum_up(torch.cat([value.flatten() for value in own])).split([value.numel() for value in own])
-        for place, buffer, total in zip(self.places, self._start, sums, strict=True):
+        *totals, weight = sums.split([*[buffer.numel() for buffer in self._start], len(self._start[:1])])
+        for place, buffer, total in zip(self.places, self._start, totals, strict=True):
             mean = (total / weight).view_as(buffer)
             buffer.copy_(mean if buffer.is_floating_point() else mean.round())
             setattr(*place, buffer)

@@ -2,9 +2,10 @@
 
 Shown, never acted on.
 
-The processes of a data-parallel step meet twice: when they count its items, after their samples are loaded, and when they sum
-the gradient, after their last backward pass. So a process waits ``max - own`` seconds at each place, with ``max`` taken over
-all processes. No clock is compared with one of another machine, and what the sums themselves take is no waiting.
+The processes of a data-parallel step meet when they sum the gradient, after their last backward pass. So a process waits
+``max - own`` seconds, with ``max`` taken over all processes. (They count the items of the step while they compute its first
+forward pass: only who loads for longer than that lets others wait before.) No clock is compared with one of another machine,
+and what the sums themselves take is no waiting.
 
 It costs neither a collective nor a wait for the device. The seconds of a step travel in the next step's sum of counts. On a
 GPU they are those between two events in its queue, read after the loss has been read, which waits for the device anyway.
@@ -35,7 +36,7 @@ class StepTimes:
         self.device, self.rank, self.num_processes = device, rank, num_processes
         self._is_timed = computes_alone and num_processes > 1 and device.type in ("cpu", "cuda")
         self._computing: list[Any] = []
-        """Begin and end of computing: times, or events in the queue of a GPU, which computes later than it is called."""
+        """Begins and ends of computing: times, or events in the queue of a GPU, which computes later than it is called."""
         self._process = psutil.Process()
         self._told = [0.0, 0.0, 0.0]
         """Seconds of loading and of computing in the last finished step, and bytes after it. This process tells the others
@@ -71,6 +72,16 @@ class StepTimes:
     def begin_computing(self) -> None:
         self._computing = [self._now()] if self._is_timed else []
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Leave out what this process waits for the others while it computes."""
+        is_computing = bool(self._computing)
+        if is_computing:
+            self._computing.append(self._now())
+        yield
+        if is_computing:
+            self._computing.append(self._now())
+
     def end_computing_after(self, loss: Tensor) -> None:
         """End it once the backward pass from this loss is computed here, and before it waits for the other processes.
 
@@ -83,12 +94,11 @@ class StepTimes:
 
     def finish(self) -> None:
         computing_s = 0.0
-        if len(self._computing) == 2:  # else the loss needed no gradient
-            began, ended = self._computing
-            if self.device.type == "cpu":
-                computing_s = ended - began
-            elif ended.query():  # the GPU is there, so that nothing waits for it
-                computing_s = began.elapsed_time(ended) / 1000
+        spans = [*zip(self._computing[::2], self._computing[1::2], strict=False)]  # a loss that needs no gradient ends none
+        if self.device.type == "cpu":
+            computing_s = sum(ended - began for began, ended in spans)
+        elif spans and spans[-1][1].query():  # the GPU is there, so that nothing waits for it
+            computing_s = sum(began.elapsed_time(ended) for began, ended in spans) / 1000
         now = time.perf_counter()
         # The most that tensors took on a GPU since ``take``; on a CPU, what the process takes now.
         is_gpu = self.device.type == "cuda"
@@ -117,7 +127,7 @@ class StepTimes:
         self.loading_s += max(loading_P)
         self.max_computing_s += max(computing_P)
         self.mean_computing_s += sum(computing_P) / self.num_processes
-        self.waiting_s += max(loading_P) + max(computing_P) - sum(busy_P) / self.num_processes
+        self.waiting_s += max(busy_P) - sum(busy_P) / self.num_processes
         self.busy_s = [before + own for before, own in zip(self.busy_s, busy_P, strict=True)]
         self._told, self._told_of_s = [0.0, 0.0, 0.0], 0.0
 

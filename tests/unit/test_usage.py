@@ -64,6 +64,20 @@ def test_a_process_tells_its_own_seconds_in_its_own_places_without_those_it_wait
     assert 1e7 < memory < 1e12  # bytes of this very process
 
 
+def test_what_a_process_waits_while_it_computes_is_no_computing(clock):
+    times = StepTimes(CPU, rank=0, num_processes=2, computes_alone=True)
+    times.begin_computing()
+    for seconds, waited in ((1, 5), (2, 0)):
+        clock.now += seconds
+        with times.waiting():
+            clock.now += waited
+    loss = torch.ones(1, requires_grad=True) * 2
+    times.end_computing_after(loss)
+    loss.backward()
+    times.finish()
+    assert times.told()[1] == 3
+
+
 def test_shares_are_taken_over_the_slowest_process_of_each_step(clock):
     """Two steps of ten seconds in which the processes take turns at being slow: even in total, and yet half is waited."""
     times = StepTimes(CPU, rank=0, num_processes=2, computes_alone=True)
@@ -71,7 +85,7 @@ def test_shares_are_taken_over_the_slowest_process_of_each_step(clock):
         take_step(clock, times, own[0], own[1], 10 - own[0] - own[1])
         assert times.told()[:2] == own[:2]
         times.add([*own, *other])
-    # Of 10 s each, loading takes 2 and computing 6 on the slow process; on average processes wait 1 and 2.
+    # Of 10 s each, loading takes 2 and computing 6 on the slow process; on average processes wait 3.
     shares = {"perf/data_share": 0.2, "perf/wait_share": 0.3, "perf/imbalance": 1.5, "perf/slowest_rank": 0}
     assert times.take() == {"perf/data_wait_s": 2, "perf/memory_gb": 7, **shares}
     assert times.take() == {}

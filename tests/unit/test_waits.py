@@ -158,7 +158,7 @@ def test_averaging_running_statistics_copies_nothing_from_the_host(monkeypatch):
     with statistics.micro_batch(2):
         norm(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: pytest.fail("a copy"))
-    statistics.finish(lambda value: value)
+    statistics.finish(torch.cat(statistics.own()))
     assert norm.running_mean.tolist() == pytest.approx([0.2, 0.3])
 
 
