@@ -125,17 +125,14 @@ def attention_with_dropout(
         heads: which one the first of these heads is, and of how many; the masks are a part of those of all heads.
         bias_1Htt: is added to the scores, and may need a gradient, for which torch's fused kernel has no place.
     """
-    _, given, length, _ = query_RHtd.shape
-    heads = heads or (0, given)
+    length, heads = query_RHtd.shape[2], heads or (0, query_RHtd.shape[1])
     count = max(1, AT_ONCE // (heads[1] * length * key_RHtd.shape[2]))
-    parts = [tensor.split(count) for tensor in (query_RHtd, key_RHtd, value_RHtd)]
+    parts = [[x] if len(x) <= count else x.split(count) for x in (query_RHtd, key_RHtd, value_RHtd)]
     is_own = hidden is not None and hidden.ndim == 4
-    hiddens = hidden.split(count) if is_own else [hidden] * len(parts[0])
+    hiddens = hidden.split(count) if is_own and len(parts[0]) > 1 else [hidden] * len(parts[0])
     outputs = [
-        _AttentionWithDropout.apply(*(part.flatten(0, 1) for part in some), p, scale, own, given, heads, bias_1Htt)
-        for *some, own in zip(*parts, hiddens, strict=True)
+        _AttentionWithDropout.apply(*some, p, scale, own, heads, bias_1Htt) for *some, own in zip(*parts, hiddens, strict=True)
     ]
-    outputs = [output.unflatten(0, (-1, given)) for output in outputs]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -144,7 +141,7 @@ AT_ONCE = 2**18
 
 
 class _AttentionWithDropout(torch.autograd.Function):
-    """softmax(scale * q k^T) with dropout, times v, for B pairs of text and head: (B, t, d).
+    """softmax(scale * q k^T) with dropout, times v: (R, H, t, d). Inside, texts and heads are one dimension.
 
     Keeps the softmax and the mask, a byte a score. The gradient of the scores is P * (M c dP - sum(g * out)): P the softmax, M
     the mask, c its scale, g the gradient of the output, dP = g v^T. The sum over a row of P * M c dP is that of g * out. A bias
@@ -160,10 +157,11 @@ class _AttentionWithDropout(torch.autograd.Function):
         p: float,
         scale: float,
         hidden: Tensor | None,
-        given: int,
         heads: tuple[int, int],
         bias: Tensor | None,
     ) -> Tensor:
+        given = query.shape[1]
+        query, key, value = (x.flatten(0, 1) for x in (query, key, value))
         with torch.autocast("cpu", enabled=False):  # what arrives has its precision already
             scores = torch.bmm(query if scale == 1 else query * scale, key.transpose(1, 2))
             if bias is not None:
@@ -178,14 +176,14 @@ class _AttentionWithDropout(torch.autograd.Function):
             output = torch.bmm(kept, value)
         ctx.save_for_backward(query, key, value, weights, mask, output)
         ctx.scale, ctx.up, ctx.given, ctx.bias = scale, scale_of(p), given, None if bias is None else bias.dtype
-        return output
+        return output.unflatten(0, (-1, given))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, weights, mask, output = ctx.saved_tensors
         with torch.autocast("cpu", enabled=False):
-            grad = grad.contiguous()
+            grad = grad.flatten(0, 1).contiguous()
             row_sums = (grad * output).sum(-1, keepdim=True)
             scores_grad = torch.bmm(grad, value.transpose(1, 2))
             if mask is None:
@@ -200,4 +198,5 @@ class _AttentionWithDropout(torch.autograd.Function):
             bias_grad = None
             if ctx.needs_input_grad[-1]:
                 bias_grad = scores_grad.unflatten(0, (-1, ctx.given)).sum(0, keepdim=True, dtype=ctx.bias)
-        return query_grad, key_grad, value_grad, *[None] * 5, bias_grad
+        gradients = (x.unflatten(0, (-1, ctx.given)) for x in (query_grad, key_grad, value_grad))
+        return *gradients, *[None] * 4, bias_grad

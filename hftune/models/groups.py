@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ class Groups:
     """Which of the N tokens each of the P is, another one of its text where it is padding. None: the row is its groups."""
     back_N: np.ndarray | None = None
     """Where each of the N tokens is among the P."""
-    padding: np.ndarray | None = None
+    padding: np.ndarray | Sequence[int] = ()
     """Which of the P are padding."""
 
     @classmethod
@@ -62,16 +63,22 @@ class Groups:
             shapes, [None if some.all() else some[:, None, None] for some in is_real], at_P, back_N, (~real_P).nonzero()[0]
         )
 
-    def pad(self, x_NHd: Tensor) -> tuple[Tensor, ...]:
-        """Return the tokens of each group, (R T, H, d). The gradients of padding must be 0."""
+    def pad(self, x_1HNd: Tensor, blank: bool = False) -> list[Tensor]:
+        """Return the tokens of each group, (R, H, T, d); ``blank``: zeros for padding. Without gradient."""
+        x_PHd = x_1HNd.squeeze(0).transpose(0, 1)
         if self.at_P is not None:
-            x_NHd = _Moved.apply(x_NHd, self.at_P, self.back_N, None)
-        return x_NHd.split([R * T for R, T in self.shapes])
+            x_PHd = x_PHd.index_select(0, torch.as_tensor(self.at_P, device=x_PHd.device))
+            if blank and len(self.padding):
+                x_PHd.index_fill_(0, torch.as_tensor(self.padding, device=x_PHd.device), 0)
+        groups = x_PHd.split([R * T for R, T in self.shapes])
+        return [x_RTHd.unflatten(0, shape).transpose(1, 2) for x_RTHd, shape in zip(groups, self.shapes, strict=True)]
 
     def unpad(self, groups: Sequence[Tensor]) -> Tensor:
-        """Return the tokens (N, H, d) of all groups."""
-        x_PHd = torch.cat([*groups])
-        return x_PHd if self.at_P is None else _Moved.apply(x_PHd, self.back_N, self.at_P, self.padding)
+        """Return the tokens of all groups, (1, H, N, d). Without gradient."""
+        x_PHd = torch.cat([x_RHTd.transpose(1, 2).flatten(0, 1) for x_RHTd in groups])
+        if self.back_N is not None:
+            x_PHd = x_PHd.index_select(0, torch.as_tensor(self.back_N, device=x_PHd.device))
+        return x_PHd.transpose(0, 1)[None]
 
 
 @lru_cache(maxsize=8)  # all layers ask for the same
@@ -100,17 +107,32 @@ def group_texts(queries: tuple[int, ...], keys: tuple[int, ...], spare: int) -> 
     return found, found if keys == queries else Groups.at(keys, groups)
 
 
-class _Moved(torch.autograd.Function):
-    """Select rows, each once but for padding. torch's gradient of a selection would add up row by row."""
+class IntoGroups(torch.autograd.Function):
+    """Moves the tokens of some rows (1, H, N, d), such as queries and keys, into their groups: (R, H, T, d) each.
+
+    A single operation, as is the way back: autograd takes as long for each one as such short texts take to compute. And torch's
+    gradient of a selection would add up row by row, though each is selected once. The gradients of padding must be 0.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, to: np.ndarray, back: np.ndarray, padding: np.ndarray | None) -> Tensor:
-        ctx.back, ctx.padding = back, padding
-        return x.index_select(0, torch.as_tensor(to, device=x.device))
+    def forward(ctx: Any, sides: Sequence[Groups], *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.sides = sides
+        return tuple(group for side, x_1HNd in zip(sides, rows, strict=True) for group in side.pad(x_1HNd))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rest = iter(grads)
+        return None, *[side.unpad([*islice(rest, len(side.shapes))]) for side in ctx.sides]
+
+
+class IntoRow(torch.autograd.Function):
+    """Moves the tokens of groups back into their row (1, H, N, d)."""
+
+    @staticmethod
+    def forward(ctx: Any, side: Groups, *groups: Tensor) -> Tensor:
+        ctx.side = side
+        return side.unpad(groups)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_back = grad.index_select(0, torch.as_tensor(ctx.back, device=grad.device))
-        if ctx.padding is not None and len(ctx.padding):
-            grad_back = grad_back.index_fill(0, torch.as_tensor(ctx.padding, device=grad.device), 0)
-        return grad_back, None, None, None
+        return None, *ctx.side.pad(grad, blank=True)

@@ -35,7 +35,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hftune.errors import ConfigError
 from hftune.models.dropout import attention_with_dropout
-from hftune.models.groups import SPARE, group_texts
+from hftune.models.groups import SPARE, IntoGroups, IntoRow, group_texts
 from hftune.models.kinds import ATTENTION
 from hftune.models.scored_head import NO_TARGET
 
@@ -287,19 +287,17 @@ def _by_groups(
     heads = (0, query.shape[1]) if packing.context is None else packing.context.heads(query.shape[1])
     has_spare = dropout or bias_1HTT is not None or keys is not packing
     groups, of_keys = group_texts(packing.lengths, keys.lengths, SPARE // heads[1] if has_spare else 0)
-    outputs = []
-    q_all = groups.pad(query.squeeze(0).transpose(0, 1))
-    k_all, v_all = (of_keys.pad(x_1HNd.squeeze(0).transpose(0, 1)) for x_1HNd in (key, value))
-    for (count, length), real_R11S, *qkv in zip(groups.shapes, of_keys.real, q_all, k_all, v_all, strict=True):
-        q_RHTd, k_RHSd, v_RHSd = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in qkv)
+    outputs, count = [], len(groups.shapes)
+    parts = IntoGroups.apply((groups, of_keys, of_keys), query, key, value)
+    for index, ((_, length), real_R11S) in enumerate(zip(groups.shapes, of_keys.real, strict=True)):
+        q_RHTd, k_RHSd, v_RHSd = parts[index::count]
         seen = _seen(length, causal, window, query.device)
         if real_R11S is not None and not causal:
             real_R11S = torch.as_tensor(real_R11S, device=query.device)
             seen = real_R11S if seen is None else seen & real_R11S | torch.eye(length, dtype=torch.bool, device=query.device)
         bias = None if bias_1HTT is None else bias_1HTT[..., :length, :length]
-        output = attention(q_RHTd, k_RHSd, v_RHSd, seen, causal and seen is None, dropout, scale, heads, bias)
-        outputs.append(output.transpose(1, 2).flatten(0, 1))
-    return groups.unpad(outputs)[None]
+        outputs.append(attention(q_RHTd, k_RHSd, v_RHSd, seen, causal and seen is None, dropout, scale, heads, bias))
+    return IntoRow.apply(groups, *outputs).transpose(1, 2)
 
 
 def attention(

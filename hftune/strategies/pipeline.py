@@ -178,7 +178,7 @@ class Pipeline(Strategy):
         (batch,) = self.batches(dataset, [[micro_batch] * self.dp_size], num_workers=0)
         with restored_buffers(self.sharding.model) as changed:
             try:
-                self.backward(batch, 0, 0, torch.ones((), device=self.device))
+                self.backward(batch, 0, 0, lambda: torch.ones((), device=self.device))
                 unused = self.broadcast(self.gather_to_main(self._unused))
             finally:
                 self.sharding.optimizer.zero_grad()

@@ -99,5 +99,5 @@ def test_texts_and_what_they_see_are_in_the_same_groups():
 def test_a_row_of_equally_long_texts_is_left_where_it_is():
     groups, _ = group_texts((4, 4, 4), (4, 4, 4), 0)
     assert groups.shapes == [(3, 4)] and groups.at_P is None
-    row = torch.randn(12, 2, 3)
+    row = torch.randn(1, 2, 12, 3)
     assert groups.pad(row)[0].data_ptr() == row.data_ptr()
