@@ -70,12 +70,18 @@ class Groups:
             x_PHd = x_PHd.index_select(0, torch.as_tensor(self.at_P, device=x_PHd.device))
             if blank and len(self.padding):
                 x_PHd.index_fill_(0, torch.as_tensor(self.padding, device=x_PHd.device), 0)
+        return self._split(x_PHd)
+
+    def _split(self, x_PHd: Tensor) -> list[Tensor]:
         groups = x_PHd.split([R * T for R, T in self.shapes])
         return [x_RTHd.unflatten(0, shape).transpose(1, 2) for x_RTHd, shape in zip(groups, self.shapes, strict=True)]
 
     def unpad(self, groups: Sequence[Tensor]) -> Tensor:
         """Return the tokens of all groups, (1, H, N, d). Without gradient."""
-        x_PHd = torch.cat([x_RHTd.transpose(1, 2).flatten(0, 1) for x_RHTd in groups])
+        _, H, _, d = groups[0].shape
+        x_PHd = groups[0].new_empty(sum(R * T for R, T in self.shapes), H, d)
+        for part_RHTd, x_RHTd in zip(self._split(x_PHd), groups, strict=True):
+            part_RHTd.copy_(x_RHTd)
         if self.back_N is not None:
             x_PHd = x_PHd.index_select(0, torch.as_tensor(self.back_N, device=x_PHd.device))
         return x_PHd.transpose(0, 1)[None]

@@ -101,3 +101,17 @@ def test_a_row_of_equally_long_texts_is_left_where_it_is():
     assert groups.shapes == [(3, 4)] and groups.at_P is None
     row = torch.randn(1, 2, 12, 3)
     assert groups.pad(row)[0].data_ptr() == row.data_ptr()
+
+
+def test_moving_tokens_into_groups_and_back_is_one_operation_each():
+    """Autograd takes as long for an operation as a group of short texts takes to compute."""
+    packing = Packing.at((8, 12), torch.arange(sum(LENGTHS)), LENGTHS)
+    inputs = [torch.randn(1, 2, sum(LENGTHS), 4, requires_grad=True) for _ in range(3)]
+    found, _ = packed_attention(torch.nn.Module(), *inputs, None, 0.5, is_causal=False, packing=packing)
+    waiting, nodes = [found.grad_fn], set()
+    while waiting:
+        if (node := waiting.pop()) is not None and node not in nodes:
+            nodes.add(node)
+            waiting += [after for after, _ in node.next_functions]
+    names = sorted(node.name() for node in nodes if "AccumulateGrad" not in node.name())
+    assert names == ["IntoGroupsBackward", "IntoRowBackward", "TransposeBackward0", "_AttentionWithDropoutBackward"]
