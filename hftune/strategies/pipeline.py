@@ -202,7 +202,7 @@ class Pipeline(Strategy):
             on_device = send_to_device(loaded, self.device, non_blocking=True)
             micro_batches.append(self._micro_batch(on_device, (seed, step, micro_batch.index), weight / total))
             micro_batches[-1].num_samples = weight * len(micro_batch.samples)
-        statistics = [stage.statistics for stage in self._stages.values()]
+        statistics = [stage.statistics for stage in self._stages.values() if stage.statistics.places]
         for one in statistics:
             one.begin()
         with self.explained_memory_errors(batch.batches[0], step):
