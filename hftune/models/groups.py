@@ -77,14 +77,14 @@ class Groups:
         return [x_RTHd.unflatten(0, shape).transpose(1, 2) for x_RTHd, shape in zip(groups, self.shapes, strict=True)]
 
     def unpad(self, groups: Sequence[Tensor]) -> Tensor:
-        """Return the tokens of all groups, (1, H, N, d). Without gradient."""
+        """Return the tokens of all groups, (N, H, d). Without gradient."""
         _, H, _, d = groups[0].shape
         x_PHd = groups[0].new_empty(sum(R * T for R, T in self.shapes), H, d)
         for part_RHTd, x_RHTd in zip(self._split(x_PHd), groups, strict=True):
             part_RHTd.copy_(x_RHTd)
         if self.back_N is not None:
             x_PHd = x_PHd.index_select(0, torch.as_tensor(self.back_N, device=x_PHd.device))
-        return x_PHd.transpose(0, 1)[None]
+        return x_PHd
 
 
 @lru_cache(maxsize=8)  # all layers ask for the same
@@ -128,11 +128,11 @@ class IntoGroups(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rest = iter(grads)
-        return None, *[side.unpad([*islice(rest, len(side.shapes))]) for side in ctx.sides]
+        return None, *[side.unpad([*islice(rest, len(side.shapes))]).transpose(0, 1)[None] for side in ctx.sides]
 
 
 class IntoRow(torch.autograd.Function):
-    """Moves the tokens of groups back into their row (1, H, N, d)."""
+    """Moves the tokens of groups back into their row: (N, H, d), no view, as models may change it in place."""
 
     @staticmethod
     def forward(ctx: Any, side: Groups, *groups: Tensor) -> Tensor:
@@ -141,4 +141,4 @@ class IntoRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.side.pad(grad, blank=True)
+        return None, *ctx.side.pad(grad.transpose(0, 1)[None], blank=True)

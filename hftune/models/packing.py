@@ -297,7 +297,7 @@ def _by_groups(
             seen = real_R11S if seen is None else seen & real_R11S | torch.eye(length, dtype=torch.bool, device=query.device)
         bias = None if bias_1HTT is None else bias_1HTT[..., :length, :length]
         outputs.append(attention(q_RHTd, k_RHSd, v_RHSd, seen, causal and seen is None, dropout, scale, heads, bias))
-    return IntoRow.apply(groups, *outputs).transpose(1, 2)
+    return IntoRow.apply(groups, *outputs)[None]
 
 
 def attention(

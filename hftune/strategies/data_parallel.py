@@ -230,10 +230,12 @@ class DataParallel(Strategy):
                     loss = loss if part == 1 else loss * part  # not a kernel each way for nothing
                     if self.teacher is not None:
                         loss = self.teacher.mixed(loss, outputs, target, arguments, weight)
-                    total = items() if total is None else total
+                    if total is None:
+                        total = items()
+                        scale = self.num_processes / total
                     if balance is not None:
                         loss = loss + balance(outputs, inputs) * total.to(loss.dtype)
-                    scaled = loss * (self.num_processes / total * weight).to(loss.dtype)
+                    scaled = loss * (scale * weight).to(loss.dtype)
                     if is_last:
                         self.times.end_computing_after(scaled)
                         scaled = self._reaching_all(scaled)

@@ -3,9 +3,9 @@
 Shown, never acted on.
 
 The processes of a data-parallel step meet when they sum the gradient, after their last backward pass. So a process waits
-``max - own`` seconds, with ``max`` taken over all processes. (They count the items of the step while they compute its first
-forward pass: only who loads for longer than that lets others wait before.) No clock is compared with one of another machine,
-and what the sums themselves take is no waiting.
+``max - own`` seconds, with ``max`` taken over all processes. They count the items of the step while they compute its first
+forward pass: who loads for longer than that lets others wait before, which is left out. No clock is compared with one of
+another machine, and what the sums themselves take is no waiting.
 
 It costs neither a collective nor a wait for the device. The seconds of a step travel in the next step's sum of counts. On a
 GPU they are those between two events in its queue, read after the loss has been read, which waits for the device anyway.

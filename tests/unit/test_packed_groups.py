@@ -114,4 +114,5 @@ def test_moving_tokens_into_groups_and_back_is_one_operation_each():
             nodes.add(node)
             waiting += [after for after, _ in node.next_functions]
     names = sorted(node.name() for node in nodes if "AccumulateGrad" not in node.name())
-    assert names == ["IntoGroupsBackward", "IntoRowBackward", "TransposeBackward0", "_AttentionWithDropoutBackward"]
+    assert names == ["IntoGroupsBackward", "IntoRowBackward", "UnsqueezeBackward0", "_AttentionWithDropoutBackward"]
+    found.transpose(1, 2).mul_(2)  # models may change it in place: it is no view that autograd knows from inside an operation
