@@ -143,7 +143,7 @@ class DataParallel(Strategy):
         if frozen:
             freeze({module: None for module, _ in places})
         self.statistics = RunningStatistics([] if frozen else places, self.exact)
-        if self._is_ddp:  # it would send buffers at each step: they are constant, or the same sums on all processes
+        if self._is_ddp:  # buffers are constant, or the same sums on all: sent once, which its own option would leave out, too
             self.sharding.wrapped.broadcast_buffers = False
         return class_names(places)
 

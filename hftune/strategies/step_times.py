@@ -75,11 +75,10 @@ class StepTimes:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Leave out what this process waits for the others while it computes."""
-        is_computing = bool(self._computing)
-        if is_computing:
+        if self._computing:
             self._computing.append(self._now())
         yield
-        if is_computing:
+        if self._computing:
             self._computing.append(self._now())
 
     def end_computing_after(self, loss: Tensor) -> None:

@@ -49,8 +49,10 @@ def same(run, expected):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    some = {"batch": JOB, "frozen": JOBS["frozen"], "sharded": JOB}
-    jobs = {1: {**JOBS, "checkpointed": (*JOB, CHECKPOINTING)}, 2: some, 4: {"fours": JOBS["fours"]}}
+    telling = {name: (f"task.network_args={{told: {folder / name}}}",) for name in ("batch", "sharded", "fours")}
+    some = {"batch": JOB + telling["batch"], "frozen": JOBS["frozen"], "sharded": JOB + telling["sharded"]}
+    fours = {"fours": JOBS["fours"] + telling["fours"]}
+    jobs = {1: {**JOBS, "checkpointed": (*JOB, CHECKPOINTING)}, 2: some, 4: fours}
     return {
         (name, size): run
         for size, some in jobs.items()
@@ -65,6 +67,13 @@ def test_losses_statistics_and_evaluations_do_not_depend_on_processes(runs, name
 
 def test_fully_sharded_keeps_the_same_statistics(runs):
     same(runs["sharded", 2], runs["batch", 1])
+
+
+@pytest.mark.parametrize(("name", "size"), [("batch", 2), ("sharded", 2), ("fours", 4)])
+def test_all_processes_have_the_same_bits_of_statistics_though_nobody_sends_them(runs, name, size):
+    folder = runs[name, size].folder.parent
+    told = [[*dict.fromkeys((folder / f"{name}.{rank}").read_text().split())] for rank in range(size)]
+    assert told == [told[0]] * size and len(told[0]) == STEPS
 
 
 def test_what_gradient_checkpointing_computes_again_counts_once(runs):
